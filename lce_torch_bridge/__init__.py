@@ -1,6 +1,6 @@
-"""`lce_jax` for PyTorch and Megatron: log-probability and entropy of a language-model head, logits never stored.
+"""`lce_jax` for PyTorch and Megatron: a language-model head's log-probability and entropy, without stored logits.
 
-JAX and torch's compiler, 3 to 5 seconds, are imported with the first name that is used.
+JAX and torch's compiler are imported when the first name is used, which takes 3 to 5 seconds.
 """
 
 import importlib
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from lce_torch_bridge import losses, rows
     from lce_torch_bridge._framework import Installed
     from lce_torch_bridge._types import LogprobOutput, TopK
-    from lce_torch_bridge.deferred._defer import defer_logits
     from lce_torch_bridge.deferred._deferral import Deferral
+    from lce_torch_bridge.deferred._heads import defer_logits
     from lce_torch_bridge.deferred._tensor import DeferredLogits
-    from lce_torch_bridge.launched_directly._way import launch_with
+    from lce_torch_bridge.launched_directly._launch_with import launch_with
     from lce_torch_bridge.ops._cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, linear_entropy
     from lce_torch_bridge.ops._explain import Explanation, explain
     from lce_torch_bridge.ops._kl import linear_kl
@@ -57,10 +57,10 @@ __all__ = [
 _MODULES = {
     "_framework": ("Installed",),
     "_types": ("LogprobOutput", "TopK"),
-    "deferred._defer": ("defer_logits",),
+    "deferred._heads": ("defer_logits",),
     "deferred._deferral": ("Deferral",),
     "deferred._tensor": ("DeferredLogits",),
-    "launched_directly._way": ("launch_with",),
+    "launched_directly._launch_with": ("launch_with",),
     "losses": ("losses",),
     "ops._cross_entropy": ("LinearCrossEntropyLoss", "linear_cross_entropy", "linear_entropy"),
     "ops._explain": ("Explanation", "explain"),
@@ -81,10 +81,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_module_of[name]}")
     value = module if name == _module_of[name] else getattr(module, name)
-    globals()[name] = value  # the next use finds it without this function
+    globals()[name] = value  # the next access does not call this function
     return value
 
 
 def __dir__() -> list[str]:
-    # Without `_FRAMEWORKS`: a completion by Tab looks each name up, which would import Megatron.
+    # Without `_FRAMEWORKS`, because tab completion accesses each name, which would import Megatron.
     return [*__all__, "__doc__"]

@@ -1,4 +1,4 @@
-"""The common part of the modules for frameworks: `Installed`, which replaces a framework's attributes, and checks.
+"""What the modules for frameworks share: checks, and `Installed`, which replaces a framework's attributes.
 
 Neither this module nor a framework's module imports the framework before ``install`` or ``patch`` is called.
 """
@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from lce_torch_bridge.deferred._defer import defer_logits
+from lce_torch_bridge.deferred._heads import defer_logits
 
 if TYPE_CHECKING:
     from lce_torch_bridge.deferred._deferral import Deferral
 
 _logger = logging.getLogger("lce_torch_bridge")
-_INHERITED = ...  # stands for an attribute that the owner inherits from its class; a copy of a model keeps it
+_INHERITED = ...  # marks an attribute that the owner inherited from its class; a copy of a model keeps this marker
 
 
 class Installed:
-    """Replacements of a framework's functions by this package's, until `undo` or the end of a ``with`` block.
+    """A handle: the framework uses this package's functions until `undo` or the end of a ``with`` block.
 
     Attributes:
-        calls: the number of calls of this package's functions in this process.
-        deferrals: the handles of `defer_logits` for the framework's models. Each counts results and logits.
+        calls: how often this package's functions were called in this process.
+        deferrals: the handles of `defer_logits` for the framework's models. Each handle counts results and logits.
     """
 
     def __init__(self, framework: str, tested: str, what: str) -> None:
@@ -45,12 +45,12 @@ class Installed:
         self._hooks: list[Any] = []
 
     def count_call(self) -> None:
-        """Counts a call. The first one is logged as a warning, because warnings are shown without any configuration."""
+        """Counts a call. The first call is logged as a warning, because warnings are shown without configuration."""
         self._log_first()
         self.calls += 1
 
     def defer(self, model: torch.nn.Module) -> None:
-        """Applies `defer_logits` to a model of the framework, also without gradients."""
+        """Applies `defer_logits` to a model of the framework, with ``always=True``."""
         self._log_first()
         self.deferrals.add(defer_logits(model, always=True))
 
@@ -63,7 +63,7 @@ class Installed:
     ) -> Self:
         """Replaces attributes, each ``(owner, name, replacement)``, and adds hooks that torch calls for every module.
 
-        Attributes that are replaced already stay.
+        Attributes that already have their replacement are left alone.
         """
         if not self._replaced:
             self.check_version()
@@ -78,7 +78,7 @@ class Installed:
         return self
 
     def undo(self) -> None:
-        """Restores every attribute. Does nothing if nothing is installed."""
+        """Restores all replaced attributes. Does nothing if nothing is installed."""
         for owner, name, _, replacement in self._replaced:
             if getattr(owner, name) is not replacement:
                 raise RuntimeError(f"{name} of {_name_owner(owner)} has been replaced since: undo that first")
@@ -100,7 +100,7 @@ class Installed:
         self.undo()
 
     def import_module(self, name: str) -> Any:
-        """Imports a module of the framework, or one that the framework needs."""
+        """Imports a module of the framework or of its dependencies."""
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as missing:
@@ -113,7 +113,7 @@ class Installed:
         check_version(self._framework, self._tested, stacklevel=5)
 
     def _check(self, owner: Any, name: str, replacement: Any) -> None:
-        """Raises if the framework lacks the name, or if its function has other parameters than the replacement."""
+        """Raises if the framework lacks the name, or if its function's parameters differ from the replacement's."""
         original = getattr(owner, name, None)
         actual, expected = _parameters(original), _parameters(replacement)
         if original is None or (expected and actual and actual != expected):
@@ -147,7 +147,7 @@ def is_importable(name: str) -> bool:
 def _version(framework: str) -> str:
     try:
         return importlib.metadata.version(framework)
-    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+    except importlib.metadata.PackageNotFoundError:  # a checkout, not an installation
         return getattr(sys.modules.get(framework.replace("-", "_")), "__version__", "a copy without a version")
 
 
@@ -156,7 +156,7 @@ def _name_owner(owner: Any) -> str:
 
 
 def _parameters(function: Any) -> list[str]:
-    """Returns a function's parameter names, also for an autograd function; an empty list if they are not known."""
+    """Returns the parameter names of a function or autograd function; an empty list if they are unknown."""
     if isinstance(function, type):
         function = getattr(function, "forward", None) or getattr(function, "apply", None)
     if not inspect.isfunction(function):
@@ -170,17 +170,17 @@ def _parameters(function: Any) -> list[str]:
 def refuse_wrapped_head(
     heads: tuple[str, ...], model: torch.nn.Module, name: str, module: torch.nn.Module | None
 ) -> None:
-    """Refuses a module that is put around a head, such as an adapter (LoRA).
+    """Refuses a module that wraps a head, such as an adapter (LoRA).
 
     torch calls this hook when a module gets a child. The frameworks pass only the head's weight, so an adapter around
-    it would have no effect and not train. A head has one of the names ``heads``, or is the result of Transformers'
-    ``get_output_embeddings()``.
+    the head would have no effect and not train. A module is a head if its name is in ``heads`` or Transformers'
+    ``get_output_embeddings()`` returns it.
     """
     head = model._modules.get(name)
     if module is None or head is None or not any(layer is head for layer in module.children()):
         return
     if hasattr(module, "modules_to_save") or type(module).__module__.startswith("torch."):
-        return  # PEFT's modules_to_save and FSDP pass the weight of the module that they wrap
+        return  # PEFT's modules_to_save and FSDP expose the wrapped module's own weight
     if name in heads or getattr(model, "get_output_embeddings", lambda: None)() is head:
         raise NotImplementedError(
             f"{type(module)} around {name}, of which only the weight is used: leave {name} out of target_modules"
@@ -188,13 +188,13 @@ def refuse_wrapped_head(
 
 
 def check_shard(weight: torch.Tensor, vocab_start_index: int, vocab_end_index: int) -> None:
-    """Raises if the weight does not have as many rows as the framework says."""
+    """Raises if the weight's number of rows differs from the framework's range of the vocabulary."""
     if vocab_end_index - vocab_start_index != weight.shape[0]:
         raise ValueError(f"{vocab_start_index=} and {vocab_end_index=} do not fit weight {tuple(weight.shape)}")
 
 
 def install_in_ray_workers(installed: Installed, install_in_worker: Callable[[], Installed]) -> Installed:
-    """Installs in this process and, by wrapping ``ray.init``, in each worker process before it does anything else."""
+    """Installs in this process and, by wrapping ``ray.init``, in each worker process when the worker starts."""
     ray = installed.import_module("ray")
     hook = f"{install_in_worker.__module__}.{install_in_worker.__name__}"
     if ray.is_initialized():
@@ -207,7 +207,7 @@ def install_in_ray_workers(installed: Installed, install_in_worker: Callable[[],
 
 
 def wrap_once(function: Callable[..., Any], wrap: Callable[..., Any], *args: Any) -> Any:
-    """Returns ``wrap(function, *args)``, or ``function`` if it is wrapped already.
+    """Returns ``wrap(function, *args)``, or ``function`` if ``wrap`` has already wrapped it.
 
     ``wrap`` must be cached and use `functools.wraps`.
     """

@@ -1,8 +1,9 @@
 """The types of the bridge: results, tensors, and the static part of a call.
 
 Dimension letters: T tokens, H hidden size, V vocabulary entries of this rank's shard, P rows of a program (tokens and
-padding), N ranks of the tensor-parallel group, F statistics, O outputs, K candidates, and S numbers per token that the
-forward saves for the backward: label, temperature, floor and candidates as the call has them, and merged statistics.
+padding), N ranks of the tensor-parallel group, F statistics, O outputs, K candidates, and S values per token that the
+forward saves for the backward: the label, the temperature, floor and candidates that were passed, and merged
+statistics.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensor types without behaviour of a subclass
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types without the behaviour of a tensor subclass
 PER_CANDIDATE = "candidate_logprobs"  # the only result of shape [T, K]; the others are [T]
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", PER_CANDIDATE)  # results that can have a gradient
 STATS_FIELDS = ("max_logit", "min_logit", "sum_p_squared")  # results that ``stats=True`` adds, without a gradient
 
 
 class LogprobOutput(NamedTuple):
-    """Results of each token, float32 tensors of ``labels.shape``, or None. They are 0 for masked tokens.
+    """Per-token results: float32 tensors of ``labels.shape``, or None. They are 0 for masked tokens.
 
-    All are differentiable except those that ``stats=True`` adds. Type checkers see logprobs, entropy and lse as
-    tensors, and ``entropy`` as possibly None in a call of `linear_logprobs` with ``entropy=False``. They accept any use
-    of the other fields, which are tensors only if the call asks for them. If a function may return only tensors, such
-    as a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you need.
+    All are differentiable except the fields that ``stats=True`` adds. Type checkers see logprobs, entropy and lse as
+    tensors, but ``entropy`` as possibly None in a call of `linear_logprobs` with ``entropy=False``. Type checkers do
+    not warn about the other fields, although they are None unless an option requests them. If a function may return
+    only tensors, such as a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you need.
 
     Attributes:
         logprobs: ln p(label), nats. ``out_of_vocab`` decides its value for a label outside the vocabulary.
@@ -48,11 +49,11 @@ class LogprobOutput(NamedTuple):
             vocabulary. None without ``candidates``.
         sum_p_squared: Σ p² over the true vocabulary, the probability that two draws are the same token, in (0, 1]. None
             without ``stats=True``.
-        support: the number of vocabulary tokens that a ``logit_floor`` leaves. None without ``logit_floor`` or without
+        support: the number of vocabulary tokens that ``logit_floor`` leaves. None without ``logit_floor`` or without
             ``stats=True``.
     """
 
-    # `Any` stands for None. A type checker would report None in each call that asks for the field.
+    # `Any` stands for None, which a type checker would report even where an option requests the field.
     logprobs: torch.Tensor
     entropy: torch.Tensor
     lse: torch.Tensor
@@ -67,7 +68,7 @@ class LogprobOutput(NamedTuple):
 if TYPE_CHECKING:
 
     class PerhapsWithoutEntropy(LogprobOutput):
-        """The type of a call with ``entropy=False``, or with a flag whose value a type checker does not know."""
+        """The result type if ``entropy`` is False, or is a flag whose value a type checker does not know."""
 
         @property
         def entropy(self) -> torch.Tensor | None: ...  # type: ignore[override]
@@ -77,7 +78,7 @@ class TopK(NamedTuple):
     """The k most likely ids of each token's distribution, the most likely first. No gradient flows through them.
 
     Attributes:
-        ids: ``[..., k]`` int64 vocabulary ids, global also when the vocabulary is split. -1 for masked tokens.
+        ids: ``[..., k]`` int64 vocabulary ids, global even when the vocabulary is split. -1 for masked tokens.
         logprobs: ``[..., k]`` float32, ln p of each id under the full vocabulary, nats. 0 for masked tokens.
         lse: ``[...]`` float32, ln Σ exp(logits), nats. 0 for masked tokens.
     """
@@ -88,11 +89,11 @@ class TopK(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call, flattened. A tensor that the function or the call does not have is None."""
+    """The tensors of a call, flattened. A tensor that the function does not take or that was not passed is None."""
 
-    hidden: torch.Tensor  # [T, H]; [T, H + R] with an adapter (`Call.rank`)
+    hidden: torch.Tensor  # [T, H]; with an adapter [T, H + R], where R is `Call.rank`
     weight: torch.Tensor  # [V, H]
-    bias: torch.Tensor | None  # [V]; the B [V, R] of an adapter
+    bias: torch.Tensor | None  # [V]; with an adapter, its B [V, R]
     labels: torch.Tensor  # [T] global ids; outside [0, vocab_size): out of vocabulary
     temperature: torch.Tensor | None = None  # [T] float32; None: 1
     candidates: torch.Tensor | None = None  # [T, K] global ids; outside [0, vocab_size): no candidate
@@ -104,42 +105,42 @@ class Tensors(NamedTuple):
 
     @property
     def numbers_per_token(self) -> int:
-        """The number of labels, temperatures, floors and candidates of each token."""
+        """How many labels, temperatures, floors and candidates each token has, all together."""
         single = 1 + (self.temperature is not None) + (self.floor is not None)
         return single + (0 if self.candidates is None else self.candidates.shape[1])
 
 
 class Sums(NamedTuple):
-    """What a backward may write to besides its results. Only kernels that are launched directly use the last two."""
+    """Memory that a backward may write to, besides its results. JAX uses only ``total``."""
 
     total: Any = None  # a `DweightSum`: dweight is added to it and not returned; dweight must be requested
     main_grad: torch.Tensor | None = None  # float32: dweight is added to it; an empty sparse tensor is returned instead
-    owns_cache: bool = False  # nothing else reads the cache, so its memory may be overwritten
+    owns_cache: bool = False  # whether nothing else reads the cache, so that its memory may be overwritten
 
 
 NO_SUMS = Sums()
 
 
-type Lora = tuple[torch.Tensor, torch.Tensor, float]  # A [r, H], B [V, r] and the scale
+type Lora = tuple[torch.Tensor, torch.Tensor, float]  # A [r, H], B [V, r], scale
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TorchCall:
-    """The static part of a call of any function: a `Call` of `lce_jax`, and the options that only torch has.
+    """The static part of a call of any function: a `Call` of `lce_jax`, and the options of the bridge alone.
 
-    `make_call` makes one object for equal calls, so that comparing calls costs nothing.
+    `make_call` returns the same object for equal calls, so that comparing calls costs nothing.
     """
 
-    jax: Call  # options without shapes. In a trace vocab_size is 0, which stands for all columns of the weight
+    jax: Call  # options without shapes; vocab_size may be 0 in a trace: all columns of the weight
     group: str = ""  # `tensors._tensor_parallel.name_group`
-    metric_entropy: bool = False  # the entropy has no gradient
-    megatron: bool = False  # Megatron's value for labels out of vocabulary
-    reduce_grad_hidden: bool = False  # only with a group
-    beta: float | None = None  # of "linear_kl", as are the next two
-    has_temperature: bool = False  # one per token
+    metric_entropy: bool = False  # whether the entropy has no gradient
+    megatron: bool = False  # whether labels out of vocabulary have Megatron's value
+    reduce_grad_hidden: bool = False  # False without a group
+    beta: float | None = None  # this and the next two: options of "linear_kl"
+    has_temperature: bool = False  # whether each token has its own
     has_teacher_temperature: bool = False
 
-    text: str  # the options that differ from the defaults. The operators take it: it has one meaning in all processes
+    text: str  # JSON of the options that differ from the defaults. Operators take it, because all processes can read it
     fields: tuple[str, ...] = dataclasses.field(init=False)  # the names of the results, the differentiable ones first
     differentiable: tuple[str, ...] = dataclasses.field(init=False)  # the names of results that have a gradient
 
@@ -163,7 +164,7 @@ class TorchCall:
 
     @property
     def num_temperatures(self) -> int:
-        """The number of temperatures per token of "linear_kl"."""
+        """How many per-token temperatures a "linear_kl" has: the student's, the teacher's."""
         return self.has_temperature + self.has_teacher_temperature
 
     @property
@@ -178,12 +179,12 @@ class TorchCall:
 
     @functools.cached_property
     def compiled(self) -> TorchCall:
-        """The call without options on which compiled programs do not depend, so that calls share programs."""
+        """This call without the options that compiled programs do not depend on, so that calls share programs."""
         return make_call(self.text, group="", metric_entropy=False, megatron=False, reduce_grad_hidden=False)
 
     @functools.cached_property
     def exchanged(self) -> TorchCall:
-        """The call without options that change neither which numbers the ranks of a group exchange, nor when."""
+        """This call with only the options that affect what the ranks of a group exchange, and when."""
         names = "group", "vocab_size", "metric_entropy", "megatron", "cache_bytes", "gradient_threshold", "beta"
         plain = {name: DEFAULTS[name] for name in (*names, "has_temperature", "has_teacher_temperature")}
         for name in "logit_scale", "logit_softcap":
@@ -197,13 +198,13 @@ DEFAULTS = {
     for field in (*dataclasses.fields(Call), *dataclasses.fields(TorchCall))
     if field.init and field.default is not dataclasses.MISSING
 }
-_calls: weakref.WeakValueDictionary[str, TorchCall] = weakref.WeakValueDictionary()  # by their texts
+_calls: weakref.WeakValueDictionary[str, TorchCall] = weakref.WeakValueDictionary()  # by `TorchCall.text`
 
 
 def make_call(text: str = "{}", **fields: Any) -> TorchCall:
-    """Returns the call of a `TorchCall.text` with other values of fields, which are those of `TorchCall` and `Call`.
+    """Returns the call that ``text``, a `TorchCall.text`, describes, with ``fields`` of `TorchCall` or `Call` replaced.
 
-    Fields of the teacher's `Call` begin with ``teacher_``. A number that torch.compile treats as an input of the graph
+    Names of the teacher's fields begin with ``teacher_``. A number that torch.compile treats as an input of the graph
     becomes a constant.
     """
     if not torch.compiler.is_compiling():

@@ -1,7 +1,7 @@
-"""AReaL under FSDP without logits: its engines compute log-probabilities of deferred logits.
+"""AReaL under FSDP without stored logits: its engines compute log-probabilities from deferred logits.
 
-AReaL's workers import an engine by the name of its class. So this module defines subclasses of AReaL's engines that
-call `defer_logits` on their model, and every node needs this package.
+AReaL's workers import an engine by its class name. So this module defines subclasses of AReaL's engines, which call
+`defer_logits` on their model, and this package must be installed on every node.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _installed = _framework.Installed("areal", "1.0", "log-probabilities of the head
 
 
 def install() -> _framework.Installed:
-    """Makes AReaL's trainers, and the workers that they start, use these engines for the backend "fsdp".
+    """Makes AReaL's trainers and their workers use this module's engines for the backend "fsdp".
 
-    Call it in the script that starts the run, before the trainer is built. Whatever `defer_logits` does not support,
-    such as tensor parallelism, works as before.
+    Call it in the script that starts the run, before the trainer is built. What `defer_logits` does not support, such
+    as tensor parallelism, works as before.
 
     Returns:
         The handle, which counts results in this process and has ``undo()``. A second call returns the same handle.
@@ -42,7 +42,7 @@ def install() -> _framework.Installed:
 
 
 def __getattr__(name: str) -> Any:
-    """Returns an engine, a subclass of AReaL's."""
+    """Returns an engine by its name in `ENGINES`: a subclass of AReaL's engine."""
     if name not in ENGINES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _make_engine(name)
@@ -55,19 +55,19 @@ def _make_engine(name: str) -> type:
 
 
 class _DeferLogits:
-    """A base class that precedes AReaL's engine in the bases of each engine here."""
+    """The first base class of each engine in this module, before AReaL's own engine."""
 
     _compute_values: Any
     config: Any
     model: Any
 
     def _create_device_model(self) -> None:
-        super()._create_device_model()  # type: ignore[misc] # the engine's
+        super()._create_device_model()  # type: ignore[misc] # AReaL's method
         if not self.config.is_critic:
             _installed.defer(self.model)
 
     def _get_vocab_min_max_logits(self, logits: torch.Tensor, ulysses_pad_size: int = 0) -> Any:
-        """Returns the smallest and the largest logit from one pass. AReaL computes them one after the other."""
+        """Returns the smallest and the largest logit, computed in one pass instead of AReaL's two."""
         if not isinstance(logits, DeferredLogits):
             return super()._get_vocab_min_max_logits(logits, ulysses_pad_size)  # type: ignore[misc]
         extremes = torch.aminmax(logits.detach(), dim=-1)

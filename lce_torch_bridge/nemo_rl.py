@@ -1,6 +1,6 @@
-r"""NeMo RL with Megatron: after `install`, its fused head is this package's in each worker that has Megatron.
+r"""NeMo RL with Megatron: after `install`, every worker that has Megatron uses this package's fused head.
 
-On the command line, put this module in front of a script. All workers' environments need this package::
+On the command line, put this module before the script. The environments of all workers need this package::
 
     python -m lce_torch_bridge.nemo_rl examples/run_grpo.py \
         --config ... policy.megatron_cfg.enabled=true policy.megatron_cfg.use_fused_linear_logprobs=true
@@ -30,16 +30,16 @@ _installed = _framework.Installed("nemo-rl", "0.6", "log-probabilities of the he
 
 
 def install() -> _framework.Installed:
-    """Puts this package's function into NeMo RL, here and in each worker process that Ray starts afterwards.
+    """Puts this package's function into NeMo RL, in this process and each worker process that Ray starts afterwards.
 
-    Call it before ``ray.init``, with NeMo RL's switch ``policy.megatron_cfg.use_fused_linear_logprobs=true``.
+    Call `install` before ``ray.init``, with NeMo RL's switch ``policy.megatron_cfg.use_fused_linear_logprobs=true``.
 
     Returns:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: NeMo RL's function has another name or other parameters; later, if something such as an
-            adapter (LoRA) is put around the output layer.
+        NotImplementedError: NeMo RL's function has another name or other parameters; later, if a module such as an
+            adapter (LoRA) wraps the output layer.
         RuntimeError: Ray is running already.
 
     Example:
@@ -50,9 +50,9 @@ def install() -> _framework.Installed:
 
 
 def install_in_worker() -> _framework.Installed:
-    """Installs in this process only: for ``ray.init(runtime_env={"worker_process_setup_hook": ...})``.
+    """Installs in this process only. Pass it to ``ray.init(runtime_env={"worker_process_setup_hook": ...})``.
 
-    It does nothing in workers without Megatron, such as vLLM's, because they compute no training head.
+    Does nothing in workers without Megatron, such as vLLM's, because they do not train a head.
     """
     if not _framework.is_importable("megatron.core"):
         return _installed
@@ -71,8 +71,8 @@ def _logprobs(
 ) -> torch.Tensor:  # fmt: skip
     """Replaces ``from_parallel_hidden_states_to_logprobs``. Hidden states [s / CP / TP, b, h], all tokens [b, s].
 
-    Returns [b, s - 1], as NeMo RL's function does without context parallelism, and as
-    ``from_parallel_logits_to_logprobs`` does with it.
+    Returns [b, s - 1], like NeMo RL's function without context parallelism and its ``from_parallel_logits_to_logprobs``
+    with it.
     """
     del runtime_gather_output, chunk_size
     _framework.check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
@@ -92,7 +92,7 @@ def packed_logprobs(
     """Computes ``from_parallel_logits_to_logprobs_packed_sequences`` from hidden states, without logits.
 
     Hidden states are [T / CP / TP, 1, h], tokens [1, T]. Returns [n, unpacked_seqlen - 1], with one row for each
-    sequence. NeMo RL does not call it yet.
+    sequence. NeMo RL does not call such a function yet.
     """
     _framework.check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
     with torch.no_grad() if inference_only else contextlib.nullcontext():
@@ -101,7 +101,7 @@ def packed_logprobs(
         (logprobs,) = _compute_for_ranks(*states, labels, group, cp_group, cu_seqlens_padded)
     length = unpacked_seqlen - 1
     ends = itertools.pairwise(cu_seqlens_padded.tolist())
-    # The last token of a sequence has no next one.
+    # The last token of a sequence has no next token.
     sequences = [logprobs[begin : max(end - 1, begin)][:length] for begin, end in ends]
     return torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in sequences])
 
@@ -112,7 +112,7 @@ def _compute_for_ranks(
 ) -> torch.Tensor:  # fmt: skip
     """Returns log-probabilities [b, s] of labels [b, s], gathered over context-parallel ranks.
 
-    As in NeMo RL, the gather's backward sums the gradients of these ranks.
+    As in NeMo RL, the backward of this gather sums the gradients of the context-parallel ranks.
     """
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -129,7 +129,7 @@ def _compute_for_ranks(
 
 
 def _refuse_logits(*_: Any, **__: Any) -> Any:
-    """Replaces the function that NeMo RL's Megatron workers call if its switch is off, and raises."""
+    """Raises. It replaces the function that NeMo RL's Megatron workers call if NeMo RL's switch is off."""
     raise RuntimeError(
         "NeMo RL passes logits: set policy.megatron_cfg.use_fused_linear_logprobs=true, or undo "
         "lce_torch_bridge.nemo_rl"

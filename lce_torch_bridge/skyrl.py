@@ -1,7 +1,7 @@
-"""SkyRL without logits, in every process that Ray starts after `install`.
+"""SkyRL without stored logits, in every process that Ray starts after `install`.
 
-With Megatron, this package's function replaces SkyRL's fused head. With FSDP, the logits of its models are deferred. On
-the command line, use this module instead of ``python -m skyrl.train.entrypoints.main_base``::
+With Megatron, this package's function replaces SkyRL's fused head. With FSDP, the models' logits are deferred. On the
+command line, use this module instead of ``python -m skyrl.train.entrypoints.main_base``::
 
     python -m lce_torch_bridge.skyrl trainer.strategy=megatron trainer.fused_lm_head_logprob=true ...
     python -m lce_torch_bridge.skyrl trainer.strategy=fsdp ...
@@ -27,16 +27,16 @@ _installed = _framework.Installed("skyrl", "0.3", "log-probabilities of the head
 
 
 def install() -> _framework.Installed:
-    """Puts this package's functions into SkyRL, here and in each worker process that Ray starts afterwards.
+    """Puts this package's functions into SkyRL, in this process and each worker process that Ray starts afterwards.
 
-    Call it before ``ray.init``. Megatron also needs SkyRL's switch ``trainer.fused_lm_head_logprob=true``.
+    Call `install` before ``ray.init``. With Megatron, also set SkyRL's switch ``trainer.fused_lm_head_logprob=true``.
 
     Returns:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: SkyRL's function has another name or other parameters; later, if something such as an
-            adapter (LoRA) is put around the output layer.
+        NotImplementedError: SkyRL's function has another name or other parameters; later, if a module such as an
+            adapter (LoRA) wraps the output layer.
         RuntimeError: Ray is running already.
 
     Example:
@@ -47,7 +47,7 @@ def install() -> _framework.Installed:
 
 
 def install_in_worker() -> _framework.Installed:
-    """Installs in this process only: for ``ray.init(runtime_env={"worker_process_setup_hook": ...})``."""
+    """Installs in this process only. Pass it to ``ray.init(runtime_env={"worker_process_setup_hook": ...})``."""
     replacements: list[tuple[Any, str, Any]] = []
     hooks: list[Any] = []
     if _framework.is_importable("megatron.core"):
@@ -58,11 +58,11 @@ def install_in_worker() -> _framework.Installed:
             (model_utils, "from_parallel_logits_to_logprobs_packed_sequences", _refuse_logits),
         ]
         hooks.append(functools.partial(_framework.refuse_wrapped_head, ("output_layer",)))
-    if _framework.is_importable("flash_attn"):  # SkyRL's model for FSDP imports it
+    if _framework.is_importable("flash_attn"):  # SkyRL's FSDP model imports flash_attn
         wrapper = _installed.import_module("skyrl.backends.skyrl_train.workers.model_wrapper").HFModelWrapper
         torch_utils = _installed.import_module("skyrl.backends.skyrl_train.utils.torch_utils")
         replacements.append((wrapper, "__init__", _framework.wrap_once(wrapper.__init__, _wrap_init)))
-        # Without its kernel, SkyRL calls torch's cross entropy, which deferred logits support.
+        # With flash_attn's kernel switched off, SkyRL calls torch's cross entropy, which deferred logits support.
         replacements.append((torch_utils, "FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False))
     return _installed.replace_attributes(*replacements, hooks=tuple(hooks))
 
@@ -81,7 +81,7 @@ def _logprobs(
     backend: str, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, vocab_start_index: int,
     vocab_end_index: int, chunk_size: int, tp_group: dist.ProcessGroup, inference_only: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Replaces ``_fused_lm_head_logprob_apply``. Returns [b, s]; the caller sums dhidden over the ranks."""
+    """Replaces ``_fused_lm_head_logprob_apply``. Returns [b, s]. SkyRL sums dhidden over the ranks."""
     del backend, chunk_size
     _framework.check_shard(weight, vocab_start_index, vocab_end_index)
     _installed.count_call()
@@ -90,7 +90,7 @@ def _logprobs(
 
 
 def _refuse_logits(*_: Any, **__: Any) -> Any:
-    """Replaces the functions that SkyRL calls if its switch is off, and raises."""
+    """Raises. It replaces the functions that SkyRL calls if SkyRL's switch is off."""
     raise RuntimeError("SkyRL passes logits: set trainer.fused_lm_head_logprob=true, or undo lce_torch_bridge.skyrl")
 
 

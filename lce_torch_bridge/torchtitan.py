@@ -1,4 +1,4 @@
-r"""torchtitan without logits: this package's loss replaces torchtitan's loss in chunks, which receives the head.
+r"""torchtitan without stored logits: this package's loss replaces torchtitan's chunked loss, which gets the head.
 
 On the command line::
 
@@ -24,13 +24,13 @@ _installed = _framework.Installed("torchtitan", "0.3", "the loss comes")
 
 
 def install() -> _framework.Installed:
-    """Makes every `ChunkedLossWrapper` of a cross entropy compute this package's loss.
+    """Makes torchtitan's `ChunkedLossWrapper` compute this package's cross entropy.
 
     Returns:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: torchtitan's loss has another name; later, when a trainer is built, its loss in chunks is
+        NotImplementedError: torchtitan's loss has another name; later, when a trainer is built, if its chunked loss is
             not the cross entropy, or its head is more than a linear layer, such as one with an adapter (LoRA).
 
     Example:
@@ -44,7 +44,7 @@ def install() -> _framework.Installed:
 
 
 def without_logits(config: Any) -> Any:
-    """Calls `install` for a run whose ``--override.imports`` has this name. Its cross entropy then gets the head."""
+    """Calls `install`, and wraps a plain cross entropy so that it gets the head. Name it in ``--override.imports``."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     install()
@@ -80,7 +80,7 @@ def _call(self: Any, pred: Any, labels: Any, global_valid_tokens: Any = None, **
 
 
 def _compute_loss(lm_head: torch.nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of this rank's losses. It runs as the head's forward, in which FSDP2 has gathered the weight."""
+    """Returns the sum of this rank's losses. It replaces the head's forward, so FSDP2 has gathered the weight."""
     from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 
     _installed.count_call()
@@ -90,13 +90,13 @@ def _compute_loss(lm_head: torch.nn.Linear, hidden: torch.Tensor, labels: torch.
     tp_options = {"tp_group": mesh.get_group("tp")} if mesh is not None and spmd_mesh_size("tp") > 1 else {}
     return linear_cross_entropy(
         hidden, lm_head.weight, labels, bias=lm_head.bias, reduction="sum",
-        reduce_grad_hidden=False, **tp_options,  # the norm before the head sums the gradients of the ranks
+        reduce_grad_hidden=False, **tp_options,  # the norm layer before the head sums dhidden over the ranks
     )  # fmt: skip
 
 
 @functools.cache
 def _register_override() -> Any:
-    """Registers the override, which torchtitan finds by this module's name."""
+    """Registers `without_logits` as torchtitan's override, which torchtitan finds by this module's name."""
     from torchtitan.components.loss import BaseLoss
     from torchtitan.config.override import override
 

@@ -1,4 +1,4 @@
-"""Models of Hugging Face Transformers with a loss that needs no logits: call `patch` on a model before training."""
+"""The loss of Hugging Face Transformers' models without stored logits: call `patch` on a model before training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lce_torch_bridge import _framework
-from lce_torch_bridge.deferred._defer import defer
+from lce_torch_bridge.deferred._heads import defer
 from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -22,18 +22,18 @@ __all__ = ["loss_function", "patch"]
 def patch(model: PreTrainedModel, *, strict: bool = False, always: bool = False) -> Deferral:
     """Applies `defer_logits` to a model of Transformers, which then computes the same loss without logits.
 
-    The model's own forward runs, so its operations on logits, its router's loss and its other terms stay as they are.
+    The model's own forward runs, so its operations on logits, its router loss and other loss terms stay as they are.
     The Trainer does not change. With labels, the output's ``logits`` are deferred: reading their values computes them.
 
     A Trainer with its own loss function, or with ``label_smoothing_factor``, does not pass labels to the model. In
-    evaluation the head then computes its logits, uncounted, unless ``always=True``.
+    evaluation the head then computes its logits, and does not count them, unless ``always=True``.
 
     Args:
         model: a model of Transformers 5 whose head is a linear layer, before the Trainer, DDP, FSDP or
             ``torch.compile`` wraps it. PEFT may come before or after.
-        strict: raises an error where logits would be computed.
-        always: defers without gradients and labels too, such as for log-probabilities of an old policy or a reference.
-            ``generate`` then computes the logits that it reads.
+        strict: whether to raise an error instead of computing logits.
+        always: whether to defer logits even without gradients and labels, for example for log-probabilities of an old
+            policy or a reference. ``generate`` then computes the logits that it reads.
 
     Returns:
         The handle, which counts results and logits and has ``undo()``. A second call with the same model returns the
@@ -65,16 +65,16 @@ def loss_function(
     logit_softcap: float | None = None,
     lora: Lora | None = None,
 ) -> torch.Tensor:
-    """Computes Transformers' loss of a causal language model from hidden states and the head's weight, without logits.
+    """Returns Transformers' causal-language-model loss, from hidden states and the head's weight, without logits.
 
-    The other arguments are those of `linear_cross_entropy` and `linear_logprobs`.
+    `linear_cross_entropy` and `linear_logprobs` describe the other arguments.
 
     Args:
         hidden_states: ``[b, s, H]``, the head's input.
-        labels: ``[b, s]`` token ids, not shifted: the hidden state of a token predicts the next one.
-        num_items_in_batch: the divisor of the summed losses: the Trainer's number of labels over all micro-batches.
-            None: the number of labels in this call that are not ignored.
-        shift_labels: ``[b, s]``, labels that are shifted already, instead of ``labels``.
+        labels: ``[b, s]`` token ids, not shifted: the hidden state of a token predicts the next token.
+        num_items_in_batch: the divisor of the summed losses; the Trainer passes the number of labels over all
+            micro-batches. None: the number of labels in this call that are not ignored.
+        shift_labels: ``[b, s]``, labels that are already shifted, used instead of ``labels``.
 
     Returns:
         The loss in nats, a float32 scalar.

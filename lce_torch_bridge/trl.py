@@ -1,6 +1,6 @@
 """TRL's GRPO, RLOO, SFT, KTO, DPO and distillation trainers with this package's head. Call `install` before training.
 
-TRL has no switch. The first five trainers give their models a fused head, which calls one function; the distillation
+TRL has no switch. The models of the first five trainers have a fused head, which calls one function; the distillation
 trainer calls another. `install` replaces both functions.
 """
 
@@ -22,14 +22,14 @@ _installed = _framework.Installed("trl", "1.16", "log-probabilities and divergen
 
 
 def install() -> _framework.Installed:
-    """Puts this package's functions into TRL, which looks them up in each call. Call it in each process.
+    """Puts this package's functions into TRL, which looks them up at each call. Call `install` in each process.
 
     Returns:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: TRL's functions have other names or parameters; later, if something such as an adapter
-            (LoRA) is put around a head.
+        NotImplementedError: TRL's functions have other names or parameters; later, if a module such as an adapter
+            (LoRA) wraps a head.
 
     Example:
         >>> import lce_torch_bridge.trl
@@ -54,7 +54,7 @@ class _Logprobs:
         temperature: float, chunk_size: int, final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy", "mean_logits", "is_top1"),
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-        """Returns [N] each: log-probability, entropy, log Σ p², mean logit, whether the target is the most likely."""
+        """Returns [N] tensors or None: log-probability, entropy, log Σ p², mean logit, whether the target is top-1."""
         del chunk_size
         _installed.count_call()
         out = linear_logprobs(
@@ -88,7 +88,7 @@ class _Divergence:
         student_logit_scale: float = 1.0, student_final_logit_softcapping: float | None = None,
         teacher_logit_scale: float = 1.0, teacher_final_logit_softcapping: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Returns [N] each: the divergence, and the student's entropy without a gradient."""
+        """Returns two [N] tensors: the divergence, and the student's entropy without a gradient."""
         _installed.count_call()
         weight, teacher_weight = student_weight.to(student_hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
         student_options: dict[str, Any] = {

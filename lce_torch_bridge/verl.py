@@ -1,7 +1,7 @@
-r"""verl's ``linear_cross_entropy``, with the same name, positional signature and results. `install` puts it into verl.
+r"""A replacement of verl's ``linear_cross_entropy``, with the same positional signature. `install` puts it into verl.
 
-verl imports the modules in VERL_USE_EXTERNAL_MODULES, on the driver and in Ray's workers. This module then installs
-itself::
+Instead of calling `install`, you can name this module in VERL_USE_EXTERNAL_MODULES. verl then imports it on the driver
+and in Ray's workers, and the module installs itself::
 
     export VERL_USE_EXTERNAL_MODULES=lce_torch_bridge.verl
     python -m verl.trainer.main_ppo \
@@ -35,16 +35,16 @@ _installed = _framework.Installed("verl", "0.9", "log-probabilities of the head 
 
 
 def install() -> _framework.Installed:
-    """Puts `linear_cross_entropy` into verl, here and in each worker process that Ray starts afterwards.
+    """Puts `linear_cross_entropy` into verl, in this process and each worker process that Ray starts afterwards.
 
-    Call it before ``ray.init``, with verl's switches ``use_fused_kernels=True`` and ``impl_backend=triton``.
+    Call `install` before ``ray.init``, with verl's switches ``use_fused_kernels=True`` and ``impl_backend=triton``.
 
     Returns:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: verl's function has another name; later, if something such as an adapter (LoRA) is put
-            around a head, or a head has a bias.
+        NotImplementedError: verl's function has another name; later, if a module such as an adapter (LoRA) wraps a
+            head, or if a head has a bias.
         RuntimeError: Ray is running already.
 
     Example:
@@ -57,7 +57,8 @@ def install() -> _framework.Installed:
 def install_in_worker() -> _framework.Installed:
     """Installs in this process only, as VERL_USE_EXTERNAL_MODULES=lce_torch_bridge.verl does.
 
-    Five modules of verl import the function in each call. The two for Megatron may have imported it already.
+    Five modules of verl import the function whenever they call it. Two others, for Megatron, import it only once and
+    may have done so already.
     """
     kernel = _installed.import_module(FUNCTION)
     modules = [kernel, *(sys.modules[name] for name in CALLERS_AT_IMPORT if name in sys.modules)]
@@ -68,13 +69,13 @@ def install_in_worker() -> _framework.Installed:
 
 
 def _counting_cross_entropy(*args: Any, **kwargs: Any) -> Any:
-    """Counts the call, and computes `linear_cross_entropy`: this replaces verl's function."""
+    """Replaces verl's function: counts the call, and computes `linear_cross_entropy`."""
     _installed.count_call()
     return linear_cross_entropy(*args, **kwargs)
 
 
 def _refuse_bias(_model: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Refuses a head with a bias: verl passes only the weight. torch calls this hook when a module gets a child."""
+    """Refuses a head with a bias, because verl passes only the weight. torch calls this hook for each new child."""
     if name == "lm_head" and isinstance(module, torch.nn.Linear) and module.bias is not None:
         raise NotImplementedError(
             "lm_head has a bias, which verl drops here: set use_fused_kernels=False, without lce_torch_bridge.verl"
@@ -94,31 +95,30 @@ def linear_cross_entropy(
     As in verl, the first result is a log-probability, ``z[label] - lse ≤ 0``: the loss is its negative.
 
     Args:
-        hidden: ``[..., H]`` hidden states with any leading shape, also an empty one. bfloat16, float16 or float32, on a
-            GPU or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head. A weight that is not contiguous is copied in each call. The
-            matrix products have its dtype. Under ``torch.autocast`` it is first cast to autocast's dtype, and all calls
-            of the context share the copy, as with ``torch.nn.functional.linear``.
-        labels: hidden's leading shape, also with other dimensions of 1 (``[1, T]`` for ``[T, 1, H]``), or flat.
-            ``[b, s]`` for ``[s, b, H]`` is refused. A label outside the vocabulary has logprob 0 (verl's kernel:
-            ``-lse`` on a process group, and undefined without one).
+        hidden: ``[..., H]`` hidden states with any leading shape, including an empty one. bfloat16, float16 or float32,
+            on a GPU or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head. A weight that is not contiguous is copied in each call. Matrix
+            products run in the weight's dtype. Under ``torch.autocast`` the weight is first cast to autocast's dtype,
+            and all calls within the context share this copy, as with ``torch.nn.functional.linear``.
+        labels: vocabulary ids of hidden's leading shape, or flat. Dimensions of size 1 may be elsewhere (``[1, T]`` for
+            ``[T, 1, H]``), but ``[b, s]`` for ``[s, b, H]`` is refused. A label outside the vocabulary has logprob 0
+            (verl's kernel: ``-lse`` on a process group, and undefined without one).
         temperature: divides the float32 logits: a positive number. None: 1.
-        reduction: of the log-probabilities: "none" for one per token, "sum", or "mean" over all tokens, also those
-            out of vocabulary; in upper or lower case. The entropy is never reduced. None: "none".
-        dist_process_group: the group over which the vocabulary is split. Each rank gets a partial dhidden, and the
-            caller sums them, as with verl's kernel.
+        reduction: how log-probabilities are reduced, in upper or lower case: "none" for one per token, "sum", or "mean"
+            over all tokens, including those with a label out of vocabulary. The entropy is never reduced. None: "none".
+        dist_process_group: the group over which the vocabulary is split. Each rank gets its own term of dhidden, and
+            the caller sums the terms, as with verl's kernel.
 
     Returns:
-        Log-probabilities, ``[tokens]`` flat or a scalar, and entropies, ``[tokens]`` flat; float32, both
-        differentiable.
+        Log-probabilities, ``[tokens]`` or a scalar, and entropies ``[tokens]``; both float32 and differentiable.
 
     Raises:
         lce_jax.UnsupportedError: the chosen implementation does not support the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values.
         NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        That of `linear_logprobs`.
+        The memory of `linear_logprobs`.
 
     Example:
         >>> import torch
@@ -143,7 +143,7 @@ def linear_cross_entropy(
 
 
 def _reshape_like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns ``hidden`` with the leading shape of labels, if both certainly have their tokens in the same order."""
+    """Returns ``hidden`` with the leading shape of labels, if both must have their tokens in the same order."""
     _checks.hidden(hidden)
     _checks.integers("labels", labels)
     if hidden.shape[:-1] == labels.shape:

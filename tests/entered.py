@@ -22,7 +22,7 @@ import lce_jax
 import lce_torch_bridge
 from lce_jax import explain, linear_cross_entropy, linear_kl, linear_logprobs, linear_loss, linear_topk
 from lce_jax.call import _dispatch
-from lce_torch_bridge.launched_directly import _host
+from lce_torch_bridge.launched_directly import _launches
 from tests.devices import H200
 from tests.torch import problem as p
 from tests.torch.as_gpu import as_gpu
@@ -123,7 +123,7 @@ def print_in_torch(way: str, call: Callable[[p.Problem], None]) -> None:
             as_gpu(patch)  # it launches nothing
         call(leaves)  # what a process does once is not counted
         forget_programs()
-        patch.setattr(_host, "_plans", {})
+        patch.setattr(_launches, "_plans", {})
         for when in ("first", "again"):
             print(f"{call.__name__} {way}, {when}: {entered(lambda: call(leaves), lce_jax, lce_torch_bridge)}")
 

@@ -1,1 +1,1 @@
-"""A call: its arguments checked once, as plain tensors of this rank."""
+"""Checks the arguments of a call, and converts them to plain tensors of this rank."""

@@ -1,6 +1,6 @@
-"""The arguments of a call, checked once, as plain tensors and one `TorchCall`; and results in the shape of labels.
+"""Checks and flattens the arguments of a call, and brings its results into the shape of labels.
 
-The public functions call `parse_arguments`, then `flatten_operands`, and at the end `place_results`.
+A public function calls `parse_arguments`, then `flatten_operands`, and at the end `place_results`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lce_jax.types import defaults, messages, scalars, shared_checks
 from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad, make_call
 from lce_torch_bridge.call import _checks, _dtensor
-from lce_torch_bridge.launched_directly import _passes, _way
-from lce_torch_bridge.launched_directly._way import choose_way
+from lce_torch_bridge.launched_directly import _launch_with, _passes
+from lce_torch_bridge.launched_directly._launch_with import choose_way
 from lce_torch_bridge.tensors import _device, _tensor_parallel
 from lce_torch_bridge.tensors._device import check_readable, is_readable
 from lce_torch_bridge.tensors._weight import accumulate_into_main_grad, autocast
@@ -38,13 +38,13 @@ class Arguments(NamedTuple):
     temperature: float | torch.Tensor  # broadcasts to labels
     candidates: torch.Tensor | None  # [..., K]
     floor: float | torch.Tensor | None  # broadcasts to labels
-    where: torch.Tensor | None  # a mask or an index, which leaves ignored labels out
+    where: torch.Tensor | None  # a mask or an index, without ignored labels
     lora: Lora | None
     call: TorchCall
 
 
 class Options(NamedTuple):
-    """The options of `linear_logprobs`, which documents them. Other functions have some of them."""
+    """The options of `linear_logprobs`, which documents them. Other functions have some of these options."""
 
     bias: torch.Tensor | None = None
     tp_group: dist.ProcessGroup | None = None
@@ -80,7 +80,7 @@ def check_names(
     refused: Mapping[str, str],
     loss_fn: Callable[..., Any] | None = None,
 ) -> None:
-    """Refuses names in a function's ``**options`` that are unknown or in ``refused``, which has the reasons."""
+    """Refuses names in a function's ``**options`` that are unknown, or in ``refused``, whose values are the reasons."""
     for name, reason in refused.items():
         if name in options:
             raise TypeError(f"{name}={_format_value(options[name])}: {reason}; linear_logprobs has this option")
@@ -92,7 +92,7 @@ def check_names(
 
 
 def check_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
-    """Refuses unknown names of a function whose signature lists all of its options."""
+    """Refuses unknown names, for a function whose signature lists all its options."""
     if unknown:
         parameters = inspect.signature(function).parameters
         others = [name for name in Options._fields if name not in parameters]
@@ -100,17 +100,17 @@ def check_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> N
 
 
 def _format_value(value: Any) -> str:
-    """Returns a value as a message shows it: of a tensor, dtype and shape."""
+    """Formats a value for a message: a tensor as its dtype and shape."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def format_options(options: Mapping[str, Any]) -> str:
-    """Returns options as they are written in a call."""
+    """Formats options as they are written in a call."""
     return ", ".join(f"{name}={_format_value(value)}" for name, value in options.items())
 
 
 def parse_arguments(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: Options) -> Arguments:
-    """Returns the arguments of a call, checked."""
+    """Checks the arguments of a call, and returns them as plain tensors and a `TorchCall`."""
     tp_group, bias, temperature = options.tp_group, options.bias, options.temperature
     where, candidates, logit_floor = options.where, options.candidates, options.logit_floor
     if tp_group is not None:
@@ -118,7 +118,7 @@ def parse_arguments(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
     description = None if torch.compiler.is_compiling() else _describe_operands(hidden, weight, labels)
     known = description is not None and description in _known
     if not known and _dtensor.spans(hidden, tp_group):
-        options = options._replace(reduce_grad_hidden=True)  # a replicated DTensor's gradient is the sum over the group
+        options = options._replace(reduce_grad_hidden=True)  # a replicated DTensor has one gradient, the sum
     if not (known and where is None and candidates is logit_floor is None and type(temperature) is float):
         hidden, labels, temperature, where, candidates, logit_floor = _dtensor.tokens(
             hidden=hidden, labels=labels, temperature=temperature, where=where, candidates=candidates,
@@ -157,10 +157,10 @@ def parse_arguments(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
 
 
 def choose_cache_bytes(hidden: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[int, str]:
-    """Returns what ``cache_bytes=None`` stands for, and why."""
+    """Returns the number of bytes that ``cache_bytes=None`` stands for, and the reason."""
     if not _device.is_differentiated(hidden, weight, options.bias, *(options.lora or ())[:2]):
         return 0, "no gradient is requested"
-    if not _way.is_on_gpu(hidden):
+    if not _launch_with.is_on_gpu(hidden):
         return 0, "hidden is on no GPU"
     if options.vocab_part_size is not None or options.gradient_threshold:
         return 0, "with vocab_part_size no backward uses a cache, and with gradient_threshold it saves little"
@@ -174,7 +174,7 @@ _known: set[Any] = set()  # descriptions of operands that have passed the checks
 
 
 def _describe_operands(hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...] | None:
-    """Returns all that the checks of operands look at; None if they must be checked in each call."""
+    """Returns everything that the checks of operands depend on; None if the operands must be checked in each call."""
     x, y, z = hidden, weight, labels
     try:
         if not (is_readable(x) and is_readable(y) and is_readable(z)):
@@ -187,15 +187,15 @@ def _describe_operands(hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...]
 
 
 def _find_call(*arguments: Any) -> TorchCall:
-    """Returns the result of `_check_call`, which is slow compared with a small call, so it is cached."""
+    """Returns the result of `_check_call`, cached, because the checks are slow compared with a small call."""
     try:
         return (_check_call if torch.compiler.is_compiling() else _check_call_once)(*arguments)
-    except TypeError:  # options without a hash, and options of a wrong type
+    except TypeError:  # options that have no hash, or a wrong type
         return _check_call(*arguments)
 
 
 def check_values(options: Options, rows: int) -> None:
-    """Refuses numbers, flags and names that a call would refuse, of a head with ``rows`` rows, before any call."""
+    """Refuses option values that a call on a head with ``rows`` rows would refuse, before the first call."""
     scalars.check_choice("wgrad", options.wgrad, ("return", "main_grad"))
     if not isinstance(options.temperature, torch.Tensor):
         scalars.positive("temperature", options.temperature)
@@ -213,7 +213,7 @@ def check_values(options: Options, rows: int) -> None:
 def _check_call(
     group: str, shards: int, rows: int, num_candidates: int, has_floor: bool, rank: int, *values: Any
 ) -> TorchCall:
-    """Returns the call of checked and normalised options. ``values`` are those of `CALL_OPTIONS`."""
+    """Checks and normalises options, and returns the call. ``values`` are the values of the options `CALL_OPTIONS`."""
     names, columns = [Options._fields[i] for i in CALL_OPTIONS], shards * rows
     options = Options(**dict(zip(names, values, strict=True)))
     scalars.check_choice("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
@@ -247,14 +247,14 @@ def _check_call(
     )
 
 
-# Typed, because 1 is no flag, though it equals True.
+# Typed, because 1 equals True but is not a flag.
 _check_call_once = functools.lru_cache(maxsize=1024, typed=True)(_check_call)
 
 
 def _read_head(
     weight: Any, bias: Any, tp_group: dist.ProcessGroup | None, wgrad: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns this rank's weight and bias as plain tensors, checked."""
+    """Checks weight and bias, and returns this rank's rows as plain tensors."""
     if _dtensor.is_dtensor(weight):
         weight = _dtensor.rows("weight", weight, tp_group, wgrad)
     if _dtensor.is_dtensor(bias):
@@ -265,7 +265,7 @@ def _read_head(
 
 
 def read_class_weights(class_weights: Any, weight: torch.Tensor, group: str) -> torch.Tensor:
-    """Returns this rank's class weights as a plain tensor, checked but for its shape."""
+    """Checks class weights except for their shape, and returns this rank's part as a plain tensor."""
     if _dtensor.is_dtensor(class_weights):
         tp_group = None if group == _tensor_parallel.NO_GROUP else _device.group_of(group)
         class_weights = _dtensor.rows("class_weights", class_weights, tp_group)
@@ -277,7 +277,7 @@ def read_class_weights(class_weights: Any, weight: torch.Tensor, group: str) -> 
 
 
 def _check_group(group: dist.ProcessGroup, hidden: Any, ids: Any, where: Any, weight: Any, vocab_size: Any) -> None:
-    """Calls `_tensor_parallel.check` in a group's first call. If tensors have no values here, the operators check."""
+    """Calls `_tensor_parallel.check` in a group's first call. While tracing, the operators do this at run time."""
     if torch.compiler.is_compiling() or not (_checks.has_values(weight) and _checks.has_values(hidden)):
         return
     name = _tensor_parallel.name_group(group)
@@ -290,20 +290,20 @@ def _check_group(group: dist.ProcessGroup, hidden: Any, ids: Any, where: Any, we
 
 
 def prepare_weight(arguments: Arguments, wgrad: Wgrad) -> torch.Tensor:
-    """Returns the weight of the products, in autocast's dtype. Its gradient goes where ``wgrad`` says."""
+    """Returns the weight in autocast's dtype, with a backward that sends its gradient where ``wgrad`` says."""
     weight = accumulate_into_main_grad(arguments.weight) if wgrad == "main_grad" else arguments.weight
     return autocast(weight, arguments.weight)
 
 
 def flatten_operands(arguments: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor | None]:
-    """Returns the operands of the unmasked tokens, flat, and where these tokens are.
+    """Returns the flattened operands of the unmasked tokens, and the rows of these tokens.
 
-    That is an index, or a mask whose values cannot be counted; None if no token is masked.
+    The rows are an index, or a mask whose values cannot be counted; None if no token is masked.
     """
     hidden, labels, candidates = arguments.hidden, arguments.labels, arguments.candidates
     temperature = _expand_temperature(arguments.temperature, labels)
     floor = None if arguments.floor is None else _expand_floor(arguments.floor, labels)
-    if labels.ndim != 1:  # views of flat tensors would cost the host time, in the backward too
+    if labels.ndim != 1:  # only if needed, because views take host time in the forward and the backward
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])
@@ -316,9 +316,9 @@ def flatten_operands(arguments: Arguments, weight: torch.Tensor) -> tuple[Tensor
 
 
 def _append_adapter(x: Tensors, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int) -> Tensors:
-    """Returns the operands with u = hidden · (scale · A)ᵀ as further columns of hidden, and B as bias, both padded.
+    """Returns the operands of an adapter: hidden with the further columns u = hidden · (scale · A)ᵀ, and B as ``bias``.
 
-    Autograd differentiates u.
+    The rank of u and B is padded to ``rank``. Autograd differentiates u.
     """
     dtype, missing = x.weight.dtype, rank - a.shape[0]
     a = torch.nn.functional.pad((a.float() * scalars.number("lora's scale", scale)).to(dtype), (0, 0, 0, missing))
@@ -327,10 +327,10 @@ def _append_adapter(x: Tensors, a: torch.Tensor, b: torch.Tensor, scale: float, 
 
 
 def _expand_temperature(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
-    """Returns one temperature per token, because programs would contain a number; None for 1.
+    """Returns one temperature per token, because a number would be compiled into programs; None for 1.
 
-    Under ``torch.compile`` a varying number is symbolic. ``torch.full`` of it, or a comparison with 1, would make it
-    a constant of the graph.
+    Under ``torch.compile`` a number that varies is symbolic. ``torch.full`` or a comparison with 1 would make it a
+    constant of the graph.
     """
     if isinstance(temperature, torch.Tensor):
         return temperature.to(torch.float32).expand(labels.shape).reshape(-1)
@@ -341,15 +341,15 @@ def _expand_temperature(temperature: float | torch.Tensor, labels: torch.Tensor)
 
 
 def _expand_floor(floor: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns one floor per token, for the same reason."""
+    """Returns one floor per token, because a number would be compiled into programs."""
     if isinstance(floor, torch.Tensor):
         return floor.to(torch.float32).expand(labels.shape).reshape(-1)
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * floor
 
 
 def exclude_label(ignore_index: int, where: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """Returns ``where`` as a mask that leaves out the tokens with this label."""
-    # torch compares in the type of labels: in uint8, which cannot hold -100, it would leave out 156.
+    """Returns ``where`` as a mask that also leaves out the tokens with the label ``ignore_index``."""
+    # torch compares in the labels' type. In uint8, which has no -100, it would leave out the label 156.
     mask = labels.long() != scalars.integer("ignore_index", ignore_index)
     if where is None:
         return mask
@@ -360,14 +360,14 @@ def exclude_label(ignore_index: int, where: torch.Tensor | None, labels: torch.T
 
 
 def count_tokens(rows: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
-    """Returns the number of unmasked tokens among ``tokens``, at least 1. For a mask, it is a tensor."""
+    """Returns the number of unmasked tokens among ``tokens``, at least 1; as a tensor if ``rows`` is a mask."""
     if rows is None or rows.dtype != torch.bool:
         return max(tokens if rows is None else len(rows), 1)
     return rows.sum().clamp(min=1)
 
 
 def find_rows(where: torch.Tensor) -> torch.Tensor | None:
-    """Returns the index of the unmasked rows; None if no row is masked. A mask without values stays a mask."""
+    """Returns the indices of the unmasked rows; None if no row is masked; the mask itself if it has no values."""
     if where.dtype != torch.bool:
         return where
     where, compiles = where.reshape(-1), torch.compiler.is_compiling()
@@ -378,7 +378,7 @@ def find_rows(where: torch.Tensor) -> torch.Tensor | None:
 
 
 def select_rows(x: Any, rows: torch.Tensor | None, fill: float) -> Any:
-    """Returns the rows of ``x`` at an index; or all rows, with ``fill`` in those that a mask leaves out."""
+    """Returns the rows of ``x`` at an index; for a mask, all rows, with ``fill`` in the masked ones."""
     if x is None or rows is None:
         return x
     if rows.dtype == torch.bool:
@@ -387,7 +387,7 @@ def select_rows(x: Any, rows: torch.Tensor | None, fill: float) -> Any:
 
 
 def place_results(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """Returns results in the shape of labels (with K more for candidates), 0 for masked tokens."""
+    """Returns results in the shape of labels (plus an axis of size K for candidates), with 0 for masked tokens."""
     if rows is not None and rows.dtype == torch.bool:
         x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
     elif rows is not None:

@@ -1,7 +1,7 @@
-"""Checks of the arguments of public functions, once, before anything is computed. The errors show the values.
+"""Checks of the arguments of public functions, before anything is computed. The errors show the values.
 
-A check of this module is named after its argument: `temperature` checks ``temperature``. `lce_jax.types.scalars` has
-the checks of numbers and flags.
+A check is named after its argument: `temperature` checks ``temperature``. `lce_jax.types.scalars` has the checks of
+numbers and flags.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lce_torch_bridge.tensors._device import GATHER, check_readable, is_traced
 PACKAGES = (
     os.path.dirname(os.path.dirname(__file__)),
     os.path.dirname(torch.__file__),
-)  # a warning names the line that calls these
+)  # a warning names the line outside of these packages
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tensors(hidden: Any, weight: Any, labels: Any) -> None:
-    """Checks the three tensors of a call, each and together."""
+    """Checks hidden, weight and labels, and that their shapes and devices fit."""
     floats("hidden", hidden)
     floats("weight", weight)
     shared_checks.require_labels(labels, "linear_entropy serves tokens without labels")
     integers("labels", labels)
     if weight.ndim != 2 or 0 in weight.shape:
-        part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # FSDP leaves such shapes
+        part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # a shard of FSDP
         raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}{part}")
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         hint = messages.hint_at_logits(hidden.shape, weight.shape, weight.shape[0], "weight.T")
@@ -46,7 +46,7 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
 
 
 def tensor(name: str, x: Any, what: str = "a torch.Tensor") -> None:
-    """Checks that ``x`` is a tensor whose memory can be read."""
+    """Checks that ``x`` is a tensor, and that its memory can be read."""
     if not isinstance(x, torch.Tensor):
         write = (
             f": pass torch.as_tensor({name}, device=hidden.device)" if isinstance(x, list | tuple | np.ndarray) else ""
@@ -71,12 +71,12 @@ def integers(name: str, x: Any) -> None:
 
 
 def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
-    """Returns the K of candidates ``[..., K]``, after checking them."""
+    """Checks candidates ``[..., K]``, and returns K."""
     return ids("candidates", value, hidden, labels.shape, "labels")
 
 
 def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, operand: str) -> int:
-    """Returns the K of ids ``[*leading, K]``, after checking them. ``leading`` is the shape of ``operand``."""
+    """Checks ids ``[*leading, K]``, and returns K. ``operand`` names what has the shape ``leading``, for messages."""
     integers(name, value)
     count = shared_checks.count_candidates(name, value.shape)
     shared_checks.check_candidate_shape(name, value.shape, leading, operand)
@@ -85,17 +85,17 @@ def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, operan
 
 
 def hidden(x: Any) -> None:
-    """Checks hidden states without a weight: floats of shape ``[..., H]``."""
+    """Checks hidden states alone: floats of shape ``[..., H]``."""
     floats("hidden", x)
     if x.ndim < 1:
         raise ValueError("hidden must be [..., H], got a tensor without dimensions")
 
 
 def head(layer: Any) -> tuple[Any, Lora | None]:
-    """Returns a linear layer, and PEFT's LoRA around it, if there is one.
+    """Returns a linear layer, and the LoRA adapter if PEFT has wrapped the layer.
 
-    Only weight, bias and the adapter's A and B are used. So a layer with hooks, or with another module around it, is
-    refused: these would have no effect and not train.
+    Only weight, bias and the adapter's A and B are used. So a layer with hooks or with another wrapper is refused,
+    because these would have no effect and not train.
     """
     kind = type(layer)
     if kind.__module__.startswith("peft.tuners.lora.") and kind.__name__ == "Linear":
@@ -105,7 +105,7 @@ def head(layer: Any) -> tuple[Any, Lora | None]:
 
 
 def _read_adapter(layer: Any) -> tuple[Any, Lora | None]:
-    """Returns the layer in a ``peft.tuners.lora.Linear``, and the active adapter; None if no adapter is active."""
+    """Returns the layer in a ``peft.tuners.lora.Linear``, and its active adapter or None."""
     base, names = layer.base_layer, [name for name in layer.active_adapters if name in layer.lora_A]
     _refuse_wrapped(layer, type(layer).forward)
     _refuse_wrapped(base, torch.nn.Linear.forward)
@@ -130,12 +130,12 @@ def _read_adapter(layer: Any) -> tuple[Any, Lora | None]:
 
 def _refuse_wrapped(layer: Any, function: Any) -> None:
     """Refuses a layer that has hooks, or whose forward is not ``function``."""
-    copies = getattr(layer, "modules_to_save", None)  # PEFT trains a copy, and ``layer.weight`` is the copy's
+    copies = getattr(layer, "modules_to_save", None)  # PEFT trains copies, and ``layer.weight`` is a copy's
     for module in [layer] if copies is None else copies.values():
-        forward = getattr(module, "_old_forward", module.forward)  # accelerate wraps the forward
+        forward = getattr(module, "_old_forward", module.forward)  # accelerate's name for a wrapped forward
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
-        # This compares bound methods: torch.compile does not know ``__func__``, and would not notice a change of it.
+        # This compares bound methods, because torch.compile does not guard on ``__func__``.
         is_unchanged = forward == function.__get__(module) or _is_deferring(forward, function)
         if hooked or not is_unchanged:
             raise NotImplementedError(
@@ -146,12 +146,12 @@ def _refuse_wrapped(layer: Any, function: Any) -> None:
 
 
 def _is_deferring(forward: Any, function: Any) -> bool:
-    """Whether `lce_torch_bridge.defer_logits` has replaced a head's forward by this one."""
+    """Whether ``forward`` is `defer_logits`'s replacement of ``function``."""
     return getattr(getattr(forward, "__func__", None), "__wrapped__", None) is function
 
 
 def bias(x: Any, weight: torch.Tensor) -> None:
-    """Checks a bias: one number for each of this rank's rows of the weight, or None."""
+    """Checks a bias: None, or one element for each of this rank's rows of the weight."""
     if x is None:
         return
     floats("bias", x)
@@ -165,9 +165,9 @@ def bias(x: Any, weight: torch.Tensor) -> None:
 
 
 def lora(value: Any, hidden: torch.Tensor, weight: torch.Tensor, **others: Any) -> int:
-    """Returns `scalars.padded_rank` of an adapter, after checking it against its frozen weight.
+    """Checks an adapter against its frozen weight, and returns the adapter's padded rank.
 
-    ``others`` are options that an adapter does not support.
+    ``others`` are values of options that must not be used with an adapter.
     """
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise TypeError(f"lora must be a tuple (A [r, H], B [V, r], scale), got {type(value).__name__}")
@@ -199,21 +199,21 @@ def lora(value: Any, hidden: torch.Tensor, weight: torch.Tensor, **others: Any) 
 
 
 def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
-    """Checks that tensors are on hidden's device."""
+    """Checks that the other tensors are on hidden's device."""
     for name, x in others.items():
         if x.device != hidden.device:
             raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}{_advise_loading(x, hidden)}")
 
 
 def _advise_loading(*tensors: torch.Tensor) -> str:
-    """Returns what to write if one of the tensors is on the meta device."""
+    """Returns advice for a message if one of the tensors is on the meta device; else an empty string."""
     if not any(x.is_meta for x in tensors):
         return ""
     return ": a meta tensor has no numbers. Call model.to_empty(device=...) and load_state_dict before the first step"
 
 
 def group(tp_group: Any) -> None:
-    """Checks that ``tp_group`` is a process group with this rank in it."""
+    """Checks that ``tp_group`` is a process group that contains this rank."""
     if not isinstance(tp_group, torch.distributed.ProcessGroup):
         raise TypeError(
             f"tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got {tp_group!r}"
@@ -268,7 +268,7 @@ def _check_broadcast(name: str, value: torch.Tensor, labels: torch.Tensor) -> No
 
 
 def entropy(value: Any) -> bool:
-    """Returns whether an entropy is computed, with or without a gradient."""
+    """Checks ``entropy``, and returns whether an entropy is computed, with or without a gradient."""
     if isinstance(value, bool) or (isinstance(value, str) and value == "metric"):
         return bool(value)
     raise TypeError(f'entropy must be True, False or "metric", got {value!r}')
@@ -301,9 +301,9 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 def expand_per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns a per-token argument of a loss expanded to a shape that begins with labels' shape.
+    """Checks a per-token argument of a loss, and expands it to a shape that begins with labels' shape.
 
-    In place of a size of labels it may have 1, and its shape may be ().
+    The argument may have 1 in place of each size of labels, or have no dimensions.
     """
     shared_checks.require_value(name, value)
     tensor(name, value)
@@ -315,7 +315,7 @@ def expand_per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.
 def warn_of_labels(
     labels: torch.Tensor, where: torch.Tensor | None, vocab_size: int, is_cross_entropy: bool = False
 ) -> None:
-    """Calls `shared_checks.warn_outside` for labels on the CPU. ``where`` leaves ignored labels out."""
+    """Warns if no label that counts lies in the vocabulary. Only for labels on the CPU, and not in a trace."""
     if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
         return
     ids = labels.reshape(-1).long()
@@ -326,13 +326,13 @@ def warn_of_labels(
 
 
 def can_read_values(x: torch.Tensor) -> bool:
-    """Whether ``x`` has values that can be read without waiting for a GPU or breaking a trace of the call."""
+    """Whether the values of ``x`` can be read without waiting for a GPU or breaking a trace."""
     traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
     return x.device.type == "cpu" and not traced and has_values(x)
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Whether ``x`` has values: it is no meta or fake tensor, and not inside a transform of torch.func."""
+    """Whether ``x`` has values: it is not a meta or fake tensor, nor a tensor inside a transform of torch.func."""
     try:
         return x.untyped_storage().device.type != "meta"
     except NotImplementedError:  # inside a transform of torch.func
@@ -340,7 +340,7 @@ def has_values(x: torch.Tensor) -> bool:
 
 
 def vocabulary(value: Any, columns: int) -> int:
-    """Returns the size of the true vocabulary, after checking it against the columns of all shards."""
+    """Checks ``vocab_size`` against the columns of all shards, and returns the size of the true vocabulary."""
     if columns > scalars.INT32_MAX:
         raise ValueError(f"{columns} vocabulary columns are more than an int32 can count")
     if value is None:
@@ -352,7 +352,7 @@ def vocabulary(value: Any, columns: int) -> int:
 
 
 def implementation(value: Any) -> tuple[str, ...] | None:
-    """Returns the names of implementations as a tuple. lce_jax checks the names themselves."""
+    """Returns the requested implementations as a tuple of names, which `lce_jax` checks later."""
     names = (value,) if isinstance(value, str) else value
     if names is None:
         return None

@@ -1,14 +1,14 @@
-"""DTensors as arguments: this rank's plain tensors if the placements determine them, otherwise an error.
+"""Converts DTensor arguments to this rank's plain tensors, or refuses their placements.
 
-A weight or bias is gathered over all dimensions of its mesh except that of ``tp_group``, over which it stays split. Its
-gradient is the mean over the ranks that gathered it. This is correct in three cases:
+A weight or bias is gathered over all dimensions of its mesh except the dimension of ``tp_group``, over which it stays
+split. Its gradient is the mean over the ranks that gathered it. This is correct in three cases:
 
-* Ranks of FSDP2, HSDP and ``replicate`` hold different tokens. By default these take the mean of the ranks' gradients.
-* Ranks that hold the same tokens have equal gradients, and the mean of equal numbers is that number.
-* A wrapper takes the mean once more: the mean of equal means is that mean.
+* Under FSDP2, HSDP and ``replicate``, ranks have different tokens, and the gradient is the mean by default.
+* Ranks that have the same tokens have equal gradients, and the mean equals each of them.
+* A wrapper takes the mean once more, which does not change it, because all ranks have the same mean.
 
-For a sum over different tokens it would be wrong. FSDP2's ``set_gradient_divide_factor`` makes such a sum, and is
-refused.
+A mean would be wrong if gradients are to be summed over different tokens. FSDP2's ``set_gradient_divide_factor``
+requests such a sum, and is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_grou
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether ``x`` is a DTensor. Does not import their module, which takes half a second."""
+    """Whether ``x`` is a DTensor. Does not import DTensor's module, which takes half a second."""
     if type(x) is torch.Tensor:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -34,10 +34,10 @@ def is_dtensor(x: Any) -> bool:
 
 
 def tokens(**arguments: Any) -> tuple[Any, ...]:
-    """Returns per-token arguments as plain tensors, after `check_readable`. Their gradients are replicated too.
+    """Returns replicated per-token arguments as plain tensors, checked by `check_readable`, with replicated gradients.
 
     Raises:
-        ValueError: a DTensor that is not replicated.
+        ValueError: a DTensor is not replicated.
     """
     return tuple(check_readable(name, _replicated(name, x) if is_dtensor(x) else x) for name, x in arguments.items())
 
@@ -52,7 +52,7 @@ def rows(name: str, x: Any, group: dist.ProcessGroup | None, wgrad: str = "retur
     """Returns this rank's part of the vocabulary, ``[V, H]`` or ``[V]``, of a DTensor. Gathering it is a collective.
 
     Raises:
-        ValueError: placements that are not supported, or a gradient that does not go to autograd.
+        ValueError: the placements are not supported, or ``wgrad`` is not "return".
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -86,7 +86,7 @@ def _refuse_placements(name: str, x: Any, split: int | None, supported: list[Any
 
 
 def _refuse_other_reductions(name: str, x: Any) -> None:
-    """Refuses a parameter of FSDP2 whose gradients are summed, not averaged."""
+    """Refuses an FSDP2 parameter if FSDP2 sums its gradients instead of averaging them."""
     parameter = _parameter_of(x)
     for _, group in _device.fsdp2_groups():
         factor = group.gradient_divide_factor
@@ -98,7 +98,7 @@ def _refuse_other_reductions(name: str, x: Any) -> None:
 
 
 def _parameter_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns the leaf from which ``x`` was computed, for example by a cast; ``x`` itself if it is a leaf."""
+    """Returns the leaf from which ``x`` was computed, for example by a cast; ``x`` if it is a leaf itself."""
     node: Any = x.grad_fn
     while node is not None and not hasattr(node, "variable"):
         node = next((other for other, _ in node.next_functions if other is not None), None)
@@ -118,10 +118,10 @@ def _replicated(name: str, x: Any) -> torch.Tensor:
 
 @not_compiled(WHY_NOT_COMPILED)
 def _dimension_of(group: dist.ProcessGroup | None, mesh: Any, name: str) -> int | None:
-    """Returns the dimension of ``mesh`` with the ranks of ``group``; None if mesh and group share this rank only.
+    """Returns the dimension of ``mesh`` that has the ranks of ``group``; None if they share only this rank.
 
     Raises:
-        ValueError: they share several ranks, and these are no dimension of the mesh.
+        ValueError: mesh and group share several ranks, but the group is not a dimension of the mesh.
     """
     if group is None or group.size() == 1:
         return None

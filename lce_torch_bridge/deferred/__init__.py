@@ -1,1 +1,1 @@
-"""Logits that are computed only when something needs them."""
+"""Deferred logits: tensors whose values are computed only when something needs them."""

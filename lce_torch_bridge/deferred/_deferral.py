@@ -1,4 +1,4 @@
-"""`Deferral`, the handle of `defer_logits`: it replaces forwards, counts results and logits, and logs why and where."""
+"""`Deferral`, the handle of `defer_logits`: replaces forwards, counts results and logits, and logs computed logits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ REPLICATE = "_replicate_for_data_parallel"  # the name of torch's method
 
 
 class Deferral:
-    """The handle that `defer_logits` returns. Its heads defer their logits until `undo` or the end of a ``with`` block.
+    """The handle that `defer_logits` returns. Heads defer their logits until `undo` or the end of a ``with`` block.
 
     A deep copy of a model shares the handle. Nothing is counted in a graph of ``torch.compile``.
 
     Attributes:
         served: how many results were computed without logits, in this process.
         stored: how many times logits were computed because something needed their values.
-        places: what needed them, and where in the code; and why a head computed its logits without deferring them.
-        strict: whether logits that would be computed raise an error instead.
+        places: for each computation of logits, what needed them and the line of code; also why a head did not defer its
+            logits.
+        strict: whether an error is raised instead of computing logits.
 
     Example:
         >>> import torch
@@ -43,13 +44,13 @@ class Deferral:
         self.served = self.stored = 0
         self.places: list[str] = []
         self.strict, self.always = strict, always
-        self.has_model = False  # whether a model's forward tells which calls have labels
-        self.labelled_calls = 0  # running calls of the model that have labels
+        self.has_model = False  # whether a model's forward is replaced too, so that calls with labels are known
+        self.labelled_calls = 0  # how many calls of the model with labels are running
         self._modules: list[Any] = []
-        self._forwards: dict[int, Any] = {}  # those that were put in place, by the module's id
+        self._forwards: dict[int, Any] = {}  # the replacements, by the module's id
 
     def undo(self) -> None:
-        """Restores the forwards, so that heads compute their logits again. Does nothing if that is done already.
+        """Restores the forwards, so that heads compute their logits again. Does nothing if they are already restored.
 
         Raises:
             RuntimeError: other code has replaced a forward since.
@@ -77,7 +78,7 @@ class Deferral:
         return f"Deferral(served={self.served}, stored={self.stored}, places={self.places})"
 
     def replace_forward(self, module: torch.nn.Module, forward: Any) -> None:
-        """Replaces a module's forward by ``forward``, until `undo`."""
+        """Replaces a module's forward with ``forward``, until `undo`."""
         attributes = vars(module)
         if "forward" in attributes:
             attributes[PREVIOUS_FORWARD] = attributes["forward"]
@@ -87,7 +88,7 @@ class Deferral:
         self._forwards[id(module)] = attributes["forward"]
 
     def should_defer(self, *operands: Any) -> bool:
-        """Whether logits are deferred: if a gradient is needed, if the model was called with labels, or always."""
+        """Whether a head defers its logits: a gradient is needed, the model was called with labels, or ``always``."""
         hidden, weight, bias, lora = operands
         is_recorded = torch.is_grad_enabled()
         if lora is not None and is_recorded and weight.requires_grad:
@@ -100,13 +101,13 @@ class Deferral:
         return hidden.requires_grad or weight.requires_grad or _device.is_differentiated(*optional)
 
     def log_reason(self, reason: str) -> None:
-        """Logs each reason for which a head computes its logits, once."""
+        """Logs why a head computes its logits, once per reason."""
         if reason not in self.places:
             self.places.append(reason)
             _logger.warning("the head computes its logits: %s", reason)
 
     def record_logits(self, shape: torch.Size, dtype: torch.dtype, needed_for: str) -> None:
-        """Counts logits that are about to be computed, and logs each place in the code once.
+        """Counts logits that are about to be computed, and logs each line of code that needs them once.
 
         Raises:
             RuntimeError: the deferral is strict.
@@ -136,7 +137,7 @@ def _replicate_for_data_parallel(module: Any) -> Any:
 
 
 def _find_caller() -> str:
-    """Returns file and line of the innermost frame outside of torch and this package."""
+    """Returns the file and line of the innermost frame outside of torch and this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
         frame = frame.f_back

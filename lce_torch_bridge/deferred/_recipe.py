@@ -1,7 +1,7 @@
-"""The recipe of deferred logits: what they are computed from, and what the model has done to them so far.
+"""The recipe of deferred logits: the head's call that they come from, and the model's operations on them so far.
 
-A `Source` is the head's call, a `Step` one operation of the model, and a `Recipe` holds both. `_served` computes
-results from a recipe without the logits. `Recipe.compute` computes the logits themselves.
+A `Source` is the head's call, a `Step` is one operation of the model, and a `Recipe` has both. `_fused_functions`
+computes results from a recipe without the logits. `Recipe.compute` computes the logits themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ type Factor = tuple[Literal["mul", "div", "tanh"], float]
 OPERANDS = "hidden", "weight", "bias", "lora's A", "lora's B"
 type PartStatistics = dict[bool, list[tuple[torch.Tensor, torch.Tensor]]]
 type TensorStates = tuple[tuple[int, bool] | None, ...]
-_optimizer_steps = [0]  # of all optimizers, because fused ones change parameters and not their version
+_optimizer_steps = [0]  # of all optimizers; a fused one changes parameters, but not their versions
 NO_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -44,14 +44,14 @@ def count_steps() -> None:
 
 
 def _read_states(tensors: Iterable[torch.Tensor | None]) -> TensorStates:
-    """Returns version and requires_grad of each tensor; None for inference tensors, which have no version."""
+    """Returns each tensor's version and requires_grad; None for an inference tensor, which has no version."""
     if torch.compiler.is_compiling():
         return ()  # versions would become constants of the graph
     return tuple([None if x is None or x.is_inference() else (x._version, x.requires_grad) for x in tensors])
 
 
 def _refuse_changed(names: Iterable[str], tensors: Sequence[torch.Tensor | None], before: TensorStates) -> None:
-    """Raises if a tensor has changed since the model used it. Logits that are stored would not have changed with it."""
+    """Raises if a tensor has changed since the model used it, because stored logits would not have changed."""
     now = _read_states(tensors)
     if now == before or not before or not now:
         return
@@ -75,12 +75,12 @@ class Source:
         weight: ``[V, H]``.
         bias: ``[V]`` or None.
         lora: an adapter ``(A, B, scale)`` on the weight, or None.
-        autocast: the dtype of the autocast context, None outside of one.
-        deferral: counts results and logits, and knows whether logits may be computed.
+        autocast: the dtype of the autocast context; None outside of a context.
+        deferral: the handle that counts results and logits, and says whether logits may be computed.
         device: the type of the operands' device.
         operands: the tensors that may have gradients: hidden, weight, bias, A and B.
-        states: of the operands, at the time of the head's call.
-        step: how many steps all optimizers had made at that time.
+        states: the operands' versions and requires_grad at the time of the head's call.
+        step: the number of steps of all optimizers at the time of the head's call.
         checkpoint: the pack hook of a non-reentrant checkpoint around the head's call, or None.
     """
 
@@ -100,7 +100,7 @@ class Source:
         a, b, _ = self.lora or (None, None, None)
         self.operands = self.hidden, self.weight, self.bias, a, b
         self.states = _read_states(self.operands)
-        self.step = _optimizer_steps[0] if self.states else -1  # in a graph, each step would compile it anew
+        self.step = _optimizer_steps[0] if self.states else -1  # a graph would recompile at each step
         self.checkpoint = _device.checkpoint_hook()
 
     @property
@@ -109,7 +109,7 @@ class Source:
         return self.hidden.dtype if self.autocast is None else self.autocast
 
     def compute(self, operands: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Computes the head's output by its own operations: a linear layer, and PEFT's adapter on it."""
+        """Computes the head's output using its own operations: a linear layer, and a LoRA adapter if there is one."""
         hidden, weight, bias, a, b = operands
         assert hidden is not None
         assert weight is not None
@@ -126,23 +126,23 @@ class Source:
     def is_in_other_checkpoint(self) -> bool:
         """Whether this code runs in a checkpoint that does not contain the head's call.
 
-        When such a checkpoint runs again, statistics that are saved with the logits are not computed again.
+        When such a checkpoint runs again, statistics that are saved with the logits are not recomputed.
         """
         hook = _device.checkpoint_hook()
         return hook is not None and hook is not self.checkpoint
 
     def suspend_checkpoint(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context to compute statistics that are saved with the logits, outside of any other checkpoint."""
+        """Returns a context, outside of any other checkpoint, for statistics that are saved with the logits."""
         return _device.disable_hooks() if self.is_in_other_checkpoint() else NO_CONTEXT
 
     def record_logits(self, needed_for: str) -> None:
-        """Counts and logs that these logits are computed. Does nothing in a compiled graph."""
+        """Counts and logs a computation of these logits. Does nothing in a compiled graph."""
         if not torch.compiler.is_compiling():
             shape = torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
             self.deferral.record_logits(shape, self.dtype, needed_for)
 
     def restore_context(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context with the autocast dtype of the head's call, and with its weight gathered.
+        """Returns a context with the autocast dtype of the head's call, and with the head's weight gathered.
 
         Raises:
             RuntimeError: an operand was changed, or an optimizer made a step.
@@ -164,7 +164,7 @@ class Source:
 
 
 def set_autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which autocast has this dtype, or is off if ``dtype`` is None."""
+    """Returns a context in which autocast uses ``dtype``, or is off if ``dtype`` is None."""
     if dtype == _device.autocast_dtype(device):
         return NO_CONTEXT
     return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
@@ -178,18 +178,18 @@ class Step:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     autocast: torch.dtype | None = None
-    states: TensorStates = ()  # of the tensors among the arguments
+    states: TensorStates = ()  # versions and requires_grad of the tensors among the arguments
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among its arguments, also those inside indices."""
+        """The tensors among the arguments, including tensors inside indices."""
         return _collect_tensors((*self.args, *self.kwargs.values()))
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         return self.apply(logits, self.args, self.kwargs)
 
     def apply(self, logits: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Runs the operation with these arguments in place of the saved ones, which must not have changed."""
+        """Runs the operation with ``args`` and ``kwargs`` in place of the saved ones, which must be unchanged."""
         if self.states:
             _refuse_changed(itertools.repeat("a tensor that the model used on its logits"), self.tensors, self.states)
         with set_autocast(logits.device.type, self.autocast):
@@ -207,14 +207,14 @@ def _collect_tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
 
 
 class RowSelection(NamedTuple):
-    """Some rows of a recipe, or one of the parts into which a split or an iteration divides all of its rows.
+    """Some rows of a recipe, or one of the parts into which a split or an iteration divides all rows.
 
     Attributes:
         recipe: the recipe that has all rows.
-        select: takes these rows, or all parts, from a tensor ``[..., K]``.
+        select: a function that takes these rows, or all parts, from a tensor ``[..., K]``.
         part: the index of this part.
-        parts: lse and entropy of all parts, by whether autograd records them. One operation splits the statistics of
-            all rows, so one node of the graph sums the parts' gradients. None: these rows are not one of several parts.
+        parts: lse and entropy of all parts, keyed by whether autograd records them. One operation splits the statistics
+            of all rows, so one autograd node sums the parts' gradients. None: these rows are not one of several parts.
     """
 
     recipe: Recipe
@@ -233,16 +233,17 @@ class Recipe:
         layout: a tensor without memory that has the shape, strides and dtype of the result.
         grad: whether autograd records the result.
         hidden: ``[..., H]``, the rows of ``source.hidden`` from which the result is computed.
-        bias: ``[V]`` or None: the sum of the head's bias and what the model adds.
-        factors: scalars and tanh in the order of the steps; temperature, cap and scale are computed from them.
-        vocab_size: how many columns are left, the first ones.
-        classes_first: whether the vocabulary is the second dimension, as cross entropy expects, and not the last.
-        kind: the logits, or a function of each row of them.
-        coefficient: multiplies the result of every kind but "logits".
-        logits: the recipe of the logits from which a softmax or log_softmax is computed.
-        selection: the recipe that contains these rows, and the function that selects them.
-        results: statistics of the logits that are already computed, by whether autograd records them.
-        tensors: all tensors that may have a gradient: the operands, and the arguments of the steps.
+        bias: ``[V]`` or None: the head's bias plus biases that the model adds.
+        factors: the multiplications, divisions and tanh among the steps, in order; they give temperature, cap and
+            scale.
+        vocab_size: how many columns are left; they are the first columns.
+        classes_first: whether the vocabulary is the second dimension, as cross entropy expects, instead of the last.
+        kind: what is computed: the logits, or a function of each row of the logits.
+        coefficient: a factor of the result of every kind except "logits".
+        logits: the recipe of the logits, if ``kind`` is not "logits".
+        selection: the recipe from which these rows were selected, and the function that selects them; or None.
+        results: statistics of the logits that are already computed, keyed by whether autograd records them.
+        tensors: all tensors that may get a gradient: the operands, and arguments of the steps.
     """
 
     source: Source
@@ -270,7 +271,7 @@ class Recipe:
         return cls(source, (), layout, grad, hidden, source.bias, vocab_size, tensors=operands)
 
     def add_step(self, step: Step, layout: torch.Tensor, **changes: Any) -> Recipe:
-        """Returns the recipe after one more step. ``changes`` are fields that the step changes."""
+        """Returns the recipe after one more step. ``changes`` are the new values of fields that the step changes."""
         step.autocast = _device.autocast_dtype(self.source.device)
         tensors = self.tensors
         if (step.args or step.kwargs) and (arguments := step.tensors):
@@ -291,7 +292,7 @@ class Recipe:
         return self.layout.dtype
 
     def compute(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Computes the values by the model's own operations in order, with ``tensors`` in place of `Recipe.tensors`."""
+        """Computes the values using the model's own operations, with ``tensors`` in place of `Recipe.tensors`."""
         operands, others = tensors[:5], iter(tensors[5:])
         value = self.source.compute(operands)
 
@@ -304,7 +305,7 @@ class Recipe:
         return value
 
     def options(self) -> dict[str, Any] | None:
-        """Returns options of `linear_logprobs` that give these logits; None if it cannot express the factors."""
+        """Returns options with which `linear_logprobs` has these logits; None if no options express the factors."""
         options = _make_options(self.factors) if self.factors else {}
         if options is None:
             return None
@@ -354,5 +355,5 @@ def make_layout(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @_device.cache_results
 def make_layout_like(layout: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns the layout of an elementwise result. Cached by the layout object, because a tensor hashes by identity."""
+    """Returns the layout of an elementwise result. The cache's key is the layout object: tensors hash by identity."""
     return torch.empty_like(layout, dtype=dtype)

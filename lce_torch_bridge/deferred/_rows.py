@@ -1,7 +1,7 @@
-"""Selections and reshapes of deferred logits that keep each row of the vocabulary whole.
+"""Selections and reshapes of deferred logits that leave each row of V logits complete.
 
-Each function of torch is called on a layout, a tensor without memory. The result shows what the function does to the
-rows, and the same is then done to the hidden states.
+Each torch function is called on a layout, a tensor without memory. The result shows what the function does to the rows,
+and the same is then done to the hidden states.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lce_torch_bridge.deferred import _served
+from lce_torch_bridge.deferred import _fused_functions
 from lce_torch_bridge.deferred._recipe import PartStatistics, RowSelection, Step, make_layout
 from lce_torch_bridge.deferred._traced import DEFERRED, Deferred
 from lce_torch_bridge.tensors import _device
@@ -24,7 +24,7 @@ SIZED = {T.expand, T.view, T.reshape, torch.reshape}
 
 
 def broadcast_tensors(args: tuple[Any, ...]) -> Any:
-    """Calls torch.broadcast_tensors if that leaves the deferred logits' shape unchanged."""
+    """Computes torch.broadcast_tensors if it leaves the shape of deferred logits unchanged."""
     shape = torch.broadcast_shapes(*(each.shape for each in args))
     if any(isinstance(each, DEFERRED) and each.shape != shape for each in args):
         return NotImplemented
@@ -32,13 +32,13 @@ def broadcast_tensors(args: tuple[Any, ...]) -> Any:
 
 
 def take_rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Adds a view, split, transpose or selection that keeps each row whole."""
+    """Adds a view, split, transpose or selection that leaves each row complete."""
     steps = _describe_step(x, func, args, kwargs)
     return NotImplemented if steps is None else _add_row_steps(x, func, args, kwargs, steps)
 
 
 def _add_row_steps(x: Deferred, func: Any, args: Any, kwargs: Any, steps: tuple[_RowStep, ...]) -> Any:
-    """Returns one tensor, or the parts that a function returns. Hidden states are split once, for all parts."""
+    """Returns the function's result, one tensor or several parts. Hidden states are split once, for all parts."""
     if not steps:
         return ()
     if steps[0].part is None:
@@ -60,19 +60,19 @@ def _add_row_steps(x: Deferred, func: Any, args: Any, kwargs: Any, steps: tuple[
 
 
 class _RowStep(NamedTuple):
-    """The effect of one step on rows."""
+    """What one step does to the rows."""
 
     layout: torch.Tensor  # of the result
     select: Callable[[torch.Tensor], Any]  # takes the same rows, or all parts, from a tensor with other columns
     is_view: bool
-    keeps_rows: bool  # whether the result's rows are whole rows
+    keeps_rows: bool  # whether the result's rows are complete
     part: int | None = None  # the index among several results
 
 
 def _describe_step(
     x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_RowStep, ...] | None:
-    """Returns the effect of ``func``, one for each part of its result; None if torch raises an error."""
+    """Returns what ``func`` does to the rows, for each part of its result; None if ``func`` raises."""
     layout, items = x.recipe.layout, tuple(kwargs.items())
     if _is_static(args) and _is_static(kwargs.values()):
         return _trace_step_once(func, args, items, layout)
@@ -112,17 +112,17 @@ _trace_step_once = _device.cache_results(_trace_step)
 
 
 def _make_row_step(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None, select: Any) -> _RowStep:
-    """Compares the layouts before and after a step. ``rows`` is the result of the step on the first column."""
+    """Derives a `_RowStep` from the layouts before and after a step, and from ``rows``, its result on one column."""
     columns = before.shape[-1]
     is_whole = columns > 1 and after.shape[-1:] == (columns,) and (after.stride(-1) == 1 or not after.numel())
     keeps_rows = is_whole and rows is not None and rows.shape == (*after.shape[:-1], 1)
-    in_graph = torch.compiler.is_compiling()  # storages cannot be compared there, so assume a view
+    in_graph = torch.compiler.is_compiling()  # a graph cannot compare storages, so assume a view
     is_view = in_graph or after.untyped_storage()._cdata == before.untyped_storage()._cdata
     return _RowStep(after, select, is_view, keeps_rows)
 
 
 def _is_static(arguments: Iterable[Any]) -> bool:
-    """Whether the arguments consist of ints, slices and tuples, so that results can be cached by them."""
+    """Whether the arguments consist of ints, slices and tuples, so that they can be the key of a cache."""
     for x in arguments:
         kind = type(x)
         if kind is slice:
@@ -137,7 +137,7 @@ def _is_static(arguments: Iterable[Any]) -> bool:
 
 
 def _to_meta(x: Any) -> Any:
-    """Returns an argument that can be used with a tensor without memory."""
+    """Returns an argument for a call on a tensor without memory."""
     return x.to("meta") if isinstance(x, torch.Tensor) else x
 
 
@@ -146,7 +146,7 @@ def transpose(x: Deferred, *_: Any) -> Any:
 
 
 class _TakePart:
-    """A function that returns the i-th result of another."""
+    """A function that returns the i-th result of another function."""
 
     def __init__(self, i: int, function: Callable[..., Any]) -> None:
         self.i, self.function = i, function
@@ -156,12 +156,12 @@ class _TakePart:
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> Any:
-    """Selects the same rows of a tensor with other columns."""
+    """Selects the same rows from ``x``, a tensor with other columns."""
     return func(x, *args, **kwargs)
 
 
 def _select_sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], columns: int) -> Any:
-    """Returns `_select` for a function whose arguments are the new sizes, which must fit other columns too."""
+    """Returns `_select` for a function that takes the new sizes, with sizes that also fit other columns."""
     sizes = kwargs.get("shape", kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args))
     keeps_last = sizes[-1] == columns or (sizes[-1] == -1 and func not in EXPANDS)
     return functools.partial(_resize, T.expand if func in EXPANDS else T.reshape, tuple(sizes), keeps_last)
@@ -200,7 +200,7 @@ def _move_classes_first(x: Deferred, step: Step, layout: torch.Tensor) -> Any:
 
 
 def getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Adds an index: rows by slices, ints, masks and tensors; the first columns; or one element of each row."""
+    """Adds an index: rows selected by slices, ints, masks and tensors; the first columns; or one element per row."""
     del kwargs
     recipe = x.recipe
     if _is_static(args) and (steps := _describe_step(x, T.__getitem__, args, {})) is not None:
@@ -209,7 +209,7 @@ def getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if index is None or recipe.classes_first:
         return NotImplemented
     if all(isinstance(each, torch.Tensor) and each.dtype not in (torch.bool, torch.uint8) for each in index):
-        return _served.index_logits(x, index, getitem)
+        return _fused_functions.index_logits(x, index, getitem)
     *rows, last = index
     if isinstance(last, slice) and last == slice(None):
         return _choose_rows(x, func, args[0], tuple(rows))
@@ -229,7 +229,7 @@ _take_columns_once = _device.cache_results(_take_columns)
 
 
 def _choose_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:
-    """Adds an index by masks, tensors or lists, whose result is a copy. Scalar tensors alone would make a view."""
+    """Adds an index of rows. Masks, tensors and lists make a copy; scalar tensors alone make a view."""
     if not any(isinstance(each, list | range) or (isinstance(each, torch.Tensor) and each.ndim) for each in rows):
         steps = _describe_step(x, T.__getitem__, (index,), {})
         return NotImplemented if steps is None else _add_row_step(x, Step(func, (index,)), steps[0])
@@ -244,7 +244,7 @@ def _index(index: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
 
 
 def _expand_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
-    """Returns an index with one entry for each dimension and each None; None if an entry's type is not supported."""
+    """Expands an index to one entry per dimension and per new axis. Returns None if an entry is not supported."""
     entries = index if isinstance(index, tuple) else (index,)
     supported = (int, slice, list, range, types.EllipsisType, types.NoneType, torch.Tensor)
     if any(isinstance(each, (bool, *DEFERRED)) or not isinstance(each, supported) for each in entries):

@@ -1,4 +1,4 @@
-"""`DeferredLogits`: a tensor that is computed only when something needs its values."""
+"""`DeferredLogits`: logits whose values are computed only when something needs them."""
 
 from __future__ import annotations
 
@@ -10,58 +10,60 @@ from torch.utils._pytree import tree_map
 
 from lce_torch_bridge.deferred._recipe import Recipe, Source, Step
 
-DisableOverride = torch._C.DisableTorchFunctionSubclass  # inside, torch treats a subclass as a plain tensor
+DisableOverride = torch._C.DisableTorchFunctionSubclass  # a context in which torch treats a subclass as a plain tensor
 _grad_fn: Any = torch.Tensor.__dict__.get("grad_fn") or torch._C.TensorBase.grad_fn
 _grad_fn = _grad_fn.__get__
 
 
 class Memory:
-    """Memory that logits and their views would share if they were stored.
+    """The memory that logits and their views would share if they were stored.
 
-    Once one of these tensors is computed, the others become views of it, because values may have been written into it.
+    Once one of these tensors is computed, the others become views of its values, because code may have written to them.
     """
 
     __slots__ = "is_exposed", "value", "version"
 
     def __init__(self) -> None:
-        self.value: torch.Tensor | None = None  # of the first tensor that was computed
-        self.version = 0  # of ``value`` when it was saved
-        self.is_exposed = False  # whether code may write here without changing the version
+        self.value: torch.Tensor | None = None  # the values of the first tensor that was computed
+        self.version = 0  # the version of ``value`` when it was saved
+        self.is_exposed = False  # whether code may write to this memory without changing the version
 
     def save(self, value: torch.Tensor) -> None:
         """Saves the values of the first tensor that is computed."""
         if self.value is None:
-            self.value = value.detach()  # shares the version, and holds no graph
+            self.value = value.detach()  # shares the version, and does not keep the graph alive
             self.version = -1 if value.is_inference() else value._version
 
     def is_written(self) -> bool:
-        """Whether values were written in place since then."""
+        """Whether the values were changed in place since `save`."""
         return self.value is not None and (self.version < 0 or self.value._version != self.version)
 
 
 class DeferredLogits(torch.Tensor):
-    """The logits of a head that are not computed, or their softmax: what a head of `defer_logits` returns.
+    """Logits of a head, or their softmax, that are not computed yet. Heads under `defer_logits` return them.
 
-    Shape, dtype and device are those of the logits.
+    The tensor has the shape, dtype and device of the logits.
 
-    Recorded without computing anything: rows by slices, masks, indices, views, splits and iteration; casts; factors, as
-    numbers or one for each row; tanh; a bias; the first columns; softmax and log_softmax.
+    These operations are recorded, and compute nothing: selections of rows by slices, masks, indices, views, splits and
+    iteration; casts; factors, one for all rows or one for each row; tanh; a bias; the first columns; softmax and
+    log_softmax.
 
-    Served without logits, if V is the last dimension: ``cross_entropy`` with ids, ignore_index, reduction and
-    smoothing; ``nll_loss``, ``gather``, ``take_along_dim`` or an index of a log_softmax; ``gather`` or an index of the
-    logits; ``logsumexp``; entropy, as a sum of p · log p; ``mean`` and ``sum`` of logits that have no cap; ``argmax``
-    and ``topk``. Log-probability, lse and entropy of one tensor share one pass.
+    These results are computed without logits, if V is the last dimension: ``cross_entropy`` with ids, ignore_index,
+    reduction and smoothing; ``nll_loss``, ``gather``, ``take_along_dim`` or an index of a log_softmax; ``gather`` or an
+    index of the logits; ``logsumexp``; entropy, as a sum of p · log p; ``mean`` and ``sum`` of logits that have no cap;
+    ``argmax`` and ``topk``. Log-probability, lse and entropy of one tensor share one pass.
 
-    Every other function gets the values. They are computed once, by the model's own operations in order, and `Deferral`
-    counts them. `compute` returns them.
+    Every other function gets the values of the logits. They are computed once, using the model's own operations in
+    order, and counted by `Deferral`. `compute` returns them too.
 
     Attributes:
         recipe: how the values are computed.
 
     Raises:
-        RuntimeError: the gradient of the tensor itself is asked for, after a loss was computed without logits; or
-            logits would be computed although `defer_logits` has ``strict=True``.
-        NotImplementedError: a reshape in place; an operator that writes without being called by a function of torch.
+        RuntimeError: the gradient of the tensor itself is requested after a loss was computed without logits; or logits
+            would be computed although `defer_logits` has ``strict=True``.
+        NotImplementedError: a reshape in place; an operator that writes to the logits and is not called through a
+            function of torch.
 
     Memory:
         O(1). The tensor keeps hidden states and the head's parameters alive, as the graph does anyway.
@@ -79,13 +81,13 @@ class DeferredLogits(torch.Tensor):
     """
 
     recipe: Recipe
-    _value: torch.Tensor | None = None  # once it is computed
+    _value: torch.Tensor | None = None  # the values; None until they are computed
     _parent: DeferredLogits | None = None  # the tensor before the last step; None for a head's output
     _memory: Memory
-    _used: bool = False  # whether results or other tensors were computed from it without its values
-    _node: Any = None  # the node of the graph where the gradient of its values ends
-    _hooks: list[Any]  # of torch.distributed, which only need to know when a backward begins
-    call: ClassVar[Callable[..., Any]]  # a function of torch: `lce_torch_bridge.deferred._functions`
+    _used: bool = False  # whether results or other tensors were derived from this tensor without its values
+    _node: Any = None  # the autograd node that receives the gradient of the values
+    _hooks: list[Any]  # hooks of torch.distributed, which only need to know when a backward begins
+    call: ClassVar[Callable[..., Any]]  # calls a function of torch: `lce_torch_bridge.deferred._dispatch.call`
 
     @staticmethod
     def __new__(cls, recipe: Recipe, memory: Memory | None = None) -> Self:
@@ -93,7 +95,7 @@ class DeferredLogits(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, strides=layout.stride(), dtype=layout.dtype, device=recipe.source.hidden.device
         )
-        torch._C._set_throw_on_mutable_data_ptr(self)  # because there is no memory
+        torch._C._set_throw_on_mutable_data_ptr(self)  # because this tensor has no memory
         self.recipe, self._memory, self._hooks = recipe, Memory() if memory is None else memory, []
         return self
 
@@ -103,28 +105,28 @@ class DeferredLogits(torch.Tensor):
         return _make_logits(Recipe.from_source(source))
 
     def add_step(self, step: Step, layout: torch.Tensor, is_view: bool = False, **changes: Any) -> DeferredLogits:
-        """Returns the logits after one more step, which share the memory if the step makes a view."""
+        """Returns the logits after one more step. They share this tensor's memory if the step makes a view."""
         child = _make_logits(self.recipe.add_step(step, layout, **changes), self._memory if is_view else None)
         child._parent, child._hooks, self._used = self, self._hooks, True
         return child
 
     def become(self, child: DeferredLogits) -> Self:
-        """Changes this tensor to ``child``, the result of a step in place."""
+        """Turns this tensor into ``child``, the result of an in-place step."""
         self.recipe, self._parent, self._used = child.recipe, None, False
         if self._node is not None:
             self._node.recipe = child.recipe
         return self
 
     def is_unshared(self) -> bool:
-        """Whether no other tensor was computed from this one, and it is no view of another."""
+        """Whether no other tensor was derived from this one, and this one is not a view of another."""
         return not self._used and (self._parent is None or self._parent._memory is not self._memory)
 
     def is_deferred(self) -> bool:
-        """Whether the recipe still defines the values: none are computed, and `_has_direct_gradient` holds."""
+        """Whether the recipe still defines the values: they are not computed, and `_has_direct_gradient` holds."""
         return self._value is None and self._memory.value is None and self._has_direct_gradient()
 
     def _has_direct_gradient(self) -> bool:
-        """Whether gradients of this tensor go to its own node, and not through an autograd function of other code."""
+        """Whether gradients of this tensor go directly to its node, not through an autograd function of other code."""
         with DisableOverride():
             return _grad_fn(self) is self._node
 
@@ -137,7 +139,7 @@ class DeferredLogits(torch.Tensor):
             inference = torch.inference_mode(recipe.source.hidden.is_inference())
             with inference, torch.set_grad_enabled(is_recorded), recipe.source.suspend_checkpoint():
                 value = self._compute_value(needed_for) if self._value is None else self._value.detach()
-            if not is_direct:  # its gradient passes through a function of other code
+            if not is_direct:  # the gradient passes through an autograd function of other code
                 with torch.enable_grad(), DisableOverride():
                     value, self._node = _PassGradient.apply(self, value), _grad_fn(self)
             elif self._parent is None and value.requires_grad:
@@ -151,26 +153,26 @@ class DeferredLogits(torch.Tensor):
         parent = self._parent
         is_copy = parent is not None and parent._memory is not self._memory
         if parent is None or (is_copy and (parent._memory.is_exposed or parent._memory.is_written())):
-            self.recipe.source.record_logits(needed_for)  # because a copy holds the values from before the write
+            self.recipe.source.record_logits(needed_for)  # because a copy must have the values from before the write
             return self.recipe.compute(self.recipe.tensors)
         return self.recipe.steps[-1](parent.value(needed_for))
 
     def compute(self) -> torch.Tensor:
-        """Returns the logits as a plain tensor of the same graph, computed once, for functions that need one."""
+        """Returns the logits as a plain tensor of the same graph. They are computed once."""
         return self.value("compute()")
 
     def expose(self) -> None:
-        """Notes that other code gets the memory, and may write into it unnoticed."""
+        """Records that other code gets access to the memory, and may write to it unnoticed."""
         self._memory.is_exposed = True
 
     def write(self, needed_for: str) -> torch.Tensor:
-        """Returns the values, because a function is about to write into them."""
+        """Returns the values for a function that is about to write to them."""
         return self.value(needed_for)
 
     @classmethod
     @torch.compiler.disable(reason="deferred logits of another graph are not part of this one")  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch. A compiled function does so between its graphs."""
+        """Handles a torch function called on deferred logits. Under ``torch.compile`` this happens at a graph break."""
         del types
         return cls.call(func, args, kwargs or {})
 
@@ -178,7 +180,7 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operator that no function of torch called: on the values, or as an alias of this tensor."""
+        """Runs an operator that no function of torch has called: on the values, or as an alias of this tensor."""
         del types
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
@@ -194,7 +196,7 @@ class DeferredLogits(torch.Tensor):
 
 
 def _copy_logits(logits: DeferredLogits) -> DeferredLogits:
-    """Returns another tensor with the same recipe and memory, as autograd needs."""
+    """Returns another tensor with the same recipe and memory, because autograd needs a new object."""
     same = DeferredLogits(logits.recipe)
     same._value, same._parent, same._memory = logits._value, logits._parent, logits._memory
     same._used, same._node, same._hooks = logits._used, logits._node, logits._hooks
@@ -202,7 +204,7 @@ def _copy_logits(logits: DeferredLogits) -> DeferredLogits:
 
 
 def _make_logits(recipe: Recipe, memory: Memory | None = None) -> DeferredLogits:
-    """Returns deferred logits, with a node of the graph if autograd records them."""
+    """Returns deferred logits, with an autograd node if autograd records them."""
     if recipe.grad and torch.is_grad_enabled():
         for x in recipe.tensors:
             if x is not None and x.requires_grad:
@@ -212,10 +214,10 @@ def _make_logits(recipe: Recipe, memory: Memory | None = None) -> DeferredLogits
 
 
 class _Node(torch.autograd.Function):
-    """The graph's node of logits that are not computed.
+    """The autograd node of deferred logits.
 
-    Code that calls no function of torch, such as an autograd function of a library, gets the values and returns a
-    gradient of the logits. This node receives that gradient, and passes it on to hidden and the head's parameters.
+    A library's autograd function, which torch functions do not intercept, gets the values and returns a gradient of the
+    logits. This node receives that gradient, and passes it on to hidden and the head's parameters.
     """
 
     @staticmethod
@@ -245,7 +247,7 @@ class _Node(torch.autograd.Function):
 
 
 class _PassGradient(torch.autograd.Function):
-    """The identity on values, whose gradient goes to the deferred logits."""
+    """The identity function of the values. Their gradient goes to the deferred logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`TracedLogits`: deferred logits in a graph of ``torch.compile``, which cannot make a `DeferredLogits`."""
+"""`TracedLogits`: deferred logits in a graph of ``torch.compile``, where a `DeferredLogits` cannot be created."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class TracedLogits:
         recipe: how the values are computed.
     """
 
-    call: ClassVar[Callable[..., Any]]  # a function of torch: `lce_torch_bridge.deferred._functions`
+    call: ClassVar[Callable[..., Any]]  # calls a function of torch: `lce_torch_bridge.deferred._dispatch.call`
     _hooks: ClassVar[tuple[Any, ...]] = ()
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._value: torch.Tensor | None = None
         self._parent: TracedLogits | None = None
-        self._num_sharing = [1]  # how many tensors would share memory if they were stored; views share this list
-        self._is_computed = [False]  # whether one of these tensors is computed; views share this list too
+        self._num_sharing = [1]  # how many tensors would share the memory of stored logits; views share this list
+        self._is_computed = [False]  # whether one of these tensors is computed; views also share this list
 
     @classmethod
     def from_source(cls, source: Source) -> TracedLogits:
@@ -37,7 +37,7 @@ class TracedLogits:
         return cls(Recipe.from_source(source))
 
     def add_step(self, step: Step, layout: torch.Tensor, is_view: bool = False, **changes: Any) -> TracedLogits:
-        """Returns the logits after one more step, which share the memory if the step may make a view."""
+        """Returns the logits after one more step. If the step may make a view, they are treated as sharing memory."""
         child = TracedLogits(self.recipe.add_step(step, layout, **changes))
         child._parent = self
         if is_view:
@@ -57,18 +57,18 @@ class TracedLogits:
             with torch.enable_grad() if recipe.grad else torch.no_grad():
                 if parent is not None and is_view:
                     self._value = recipe.steps[-1](parent.value(needed_for))
-                else:  # a copy holds the values from before a write; the compiler merges equal computations
+                else:  # a copy must have the values from before a write; the compiler merges equal computations
                     recipe.source.record_logits(needed_for)
                     self._value = recipe.compute(recipe.tensors)
             self._is_computed[0] = True
         return self._value
 
     def compute(self) -> torch.Tensor:
-        """Returns the logits as a plain tensor, for functions that need one."""
+        """Returns the logits as a plain tensor."""
         return self.value("compute()")
 
     def write(self, needed_for: str) -> torch.Tensor:
-        """Returns the values, because a function is about to write into them."""
+        """Returns the values for a function that is about to write to them."""
         if self._num_sharing[0] > 1:
             raise NotImplementedError(
                 f"{needed_for} writes into deferred logits that have views, in a compiled graph: write "
@@ -78,7 +78,7 @@ class TracedLogits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch with this object."""
+        """Handles a torch function that is called with deferred logits."""
         del types
         for x in args:
             if isinstance(x, TracedLogits) and x.recipe.grad and not torch.is_grad_enabled():
@@ -107,7 +107,7 @@ class TracedLogits:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether autograd computes a gradient for any tensor that the logits depend on."""
+        """Whether any tensor that the logits depend on gets a gradient."""
         return self.recipe.grad and any(x is not None and x.requires_grad for x in self.recipe.tensors)
 
     def dim(self) -> int:
@@ -140,10 +140,10 @@ class TracedLogits:
 
 @_device.not_compiled("deferred logits without a gradient look for the function that uses them")
 def _refuse_other_functions(x: TracedLogits) -> None:
-    """Raises if an autograd function uses this object: it would not treat it as a tensor with a gradient."""
+    """Raises if an autograd function uses deferred logits, because their gradient would be lost."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        line = frame.f_code.co_filename, frame.f_code.co_firstlineno  # the compiler replaces code, and keeps its place
+        line = frame.f_code.co_filename, frame.f_code.co_firstlineno  # the same in compiled code
         if line in _list_forwards() and any(each is x for each in frame.f_locals.values()):
             raise RuntimeError(
                 "an autograd function uses deferred logits of a compiled graph, and would lose their gradient: "
@@ -153,7 +153,7 @@ def _refuse_other_functions(x: TracedLogits) -> None:
 
 
 def _list_forwards() -> set[Any]:
-    """Returns file and first line of the forwards of all autograd functions."""
+    """Returns the file and first line of the forward of each autograd function."""
     lines, classes = set(), [torch.autograd.Function]
     while classes:
         each: Any = classes.pop()

@@ -1,7 +1,7 @@
-"""The check of a card that has not run its kernels: its first direct launch against stored logits in float64.
+"""The check of the kernels' first direct launch on a card: results are compared with stored logits in float64.
 
-It starts no client of JAX on the GPU. `lce_jax.run.kernels.check_once` keeps the result, which also holds for calls
-that JAX runs, and remembers it for later processes if nothing is wrong.
+The check starts no client of JAX on the GPU. `lce_jax.run.kernels.check_once` keeps the outcome, also for calls that
+JAX runs, and saves it for later processes if nothing is wrong.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from lce_jax.run import kernels
 from lce_torch_bridge._types import Tensors, make_call
 
-T, H, V, BLOCKS = 200, 256, 896, 2  # V: three tiles and a half; two of them are cached
+T, H, V, BLOCKS = 200, 256, 896, 2  # V is three tiles and a half, of which two are cached
 CALL = make_call(vocab_size=V, cache_bytes=300_000)
 
 
 def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> dict[str, float]:
-    """Returns the errors of what ``launch(tensors, call, seeds)`` computes.
+    """Returns the errors of the results and gradients that ``launch(tensors, call, seeds)`` computes.
 
-    ``launch`` returns the results, dhidden, dweight, and dweight as added to a float32 sum.
+    ``launch`` must return the results, dhidden, dweight, and dweight again as added to a float32 sum.
     """
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, H, generator=generator) for rows in (T, V))
@@ -37,7 +37,7 @@ def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> 
 
 
 def _differentiate_logits(x: Tensors, seeds: torch.Tensor) -> list[torch.Tensor]:
-    """Returns results and gradients from stored logits."""
+    """Returns results and gradients, computed from stored float64 logits."""
     with torch.enable_grad():
         hidden, weight = (y.double().requires_grad_() for y in (x.hidden, x.weight))
         logits = hidden @ weight.T

@@ -17,8 +17,8 @@ from lce_jax.run import kernels, kl_kernels
 from lce_jax.run.kl_kernels import Heads, LaunchedKL, Pair
 from lce_torch_bridge._types import Sums, Tensors, TorchCall
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._host import Buffer, Launches, Tape, find_plan
-from lce_torch_bridge.launched_directly._way import Way
+from lce_torch_bridge.launched_directly._launch_with import Way
+from lce_torch_bridge.launched_directly._launches import Buffer, Launches, Tape, find_plan
 from lce_torch_bridge.tensors import _device, _tensor_parallel
 from lce_torch_bridge.tensors._device import name_dtype
 from lce_torch_bridge.tensors._weight import empty_sparse_like

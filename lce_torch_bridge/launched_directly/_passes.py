@@ -1,8 +1,8 @@
-"""The forward and the backward of a call as kernels on torch's current stream, and why some calls have none.
+"""The forward and the backward of a call, launched on torch's current stream, and why some calls cannot be.
 
-`forward` and `gradients` are called by `operators._operators`. What depends only on shapes and options is a plan, made
-once (`_host`). This module prepares the caller's tensors as kernels read them, and runs the collectives of a split
-vocabulary.
+`operators._operators` calls `forward` and `gradients`. Everything that depends only on shapes and options is in a plan,
+which is made once (`_launches.find_plan`). This module brings the caller's tensors into the layout that kernels read,
+and runs the collectives of a split vocabulary.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from lce_jax.run import kernels
 from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall
 from lce_torch_bridge.launched_directly import _first_call
-from lce_torch_bridge.launched_directly._host import Buffer, Launches, Tape, find_plan
-from lce_torch_bridge.launched_directly._way import Way
+from lce_torch_bridge.launched_directly._launch_with import Way
+from lce_torch_bridge.launched_directly._launches import Buffer, Launches, Tape, find_plan
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.tensors._device import name_dtype
 from lce_torch_bridge.tensors._weight import empty_sparse_like
 
-ODD = 0x01000193  # a product with an odd number loses nothing modulo 2³²
+ODD = 0x01000193  # odd, so that a product modulo 2³² loses no information
 
 
 def refusal(x: Tensors, call: TorchCall) -> str | None:
-    """Returns why kernels do not support a call; None if they do."""
+    """Returns why a call cannot be launched directly; None if it can."""
     reason = _device.launch_refusal(x.hidden.device)
     if reason is not None:
         return reason
@@ -46,22 +46,22 @@ def refusal(x: Tensors, call: TorchCall) -> str | None:
 
 
 def launches_kernels(way: Way, device: torch.device) -> bool:
-    """Whether kernels are launched on ``device``. A card that has not run them yet runs and checks them first.
+    """Whether kernels are launched directly on ``device``. A card that has never run them checks them first.
 
-    The ranks of a group may differ in the result.
+    The answer may differ between the ranks of a group.
     """
     described = _device.describe_device(device) if way.direct and _device.launch_refusal(device) is None else None
     return described is not None and _check_first_call(described, device) is None
 
 
 def _check_first_call(described: kernels.Device, device: torch.device) -> str | None:
-    """Returns what is wrong with the kernels on a card; None if they compute the right numbers."""
+    """Returns what is wrong with the kernels' results on a card; None if nothing is."""
     compare = functools.partial(_first_call.compare, device, _launch_first_call)
     return kernels.check_once(described, compare, compared_by="PyTorch")
 
 
 def _launch_first_call(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns what `_first_call.compare` compares. The kernels have few blocks, and each walks over several tiles."""
+    """Returns the tensors that `_first_call.compare` compares. Few blocks run, so that each visits several tiles."""
     device, names = x.hidden.get_device(), call.differentiable
     if device != _device.current_device():
         with torch.cuda.device(device):
@@ -77,7 +77,7 @@ def _launch_first_call(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor
     results, saved, cached = outputs[: len(names)], outputs[len(names)], outputs[len(names) + 1 :]
     operands += [pad_tokens(saved, 1), *map(pad_tokens, seeds)]
     make_tape, total = functools.partial(gradients_tape, launched, names, dtype=x.hidden.dtype), x.weight.float()
-    adding = make_tape(requested_gradients=(False, True), adds=True)  # without the cache, it takes fewer kernels
+    adding = make_tape(requested_gradients=(False, True), adds=True)  # without the cache, which takes fewer kernels
     Launches(adding, few_blocks.device).run(device, [*operands, total])
     described = [*map(_device.describe_tensor, cached)]
     overwriting = make_tape(requested_gradients=(True, True), cached=described, owns_cache=True)
@@ -108,7 +108,7 @@ def describe_launch(
 
 
 def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
-    """Returns what `operators._operators.run_forward` does; None if JAX is to run the call."""
+    """Returns the same as `operators._operators.run_forward`; None if JAX must run the call."""
     hidden, weight, device = x.hidden, x.weight, x.hidden.get_device()
     if device != _device.current_device():
         with torch.cuda.device(device):
@@ -132,11 +132,11 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
     ids = None if x.candidates is None else _padding.candidate_ids(x.candidates, call.jax.vocab_size)
     per_token = [pad_tokens(y) for y in (x.temperature, x.floor, ids) if y is not None]
     operands = [_device.make_usable(hidden), _device.make_usable(weight)]
-    if x.bias is not None:  # B of an adapter
+    if x.bias is not None:  # the B of an adapter
         operands.append(_device.make_usable(x.bias.to(weight.dtype)))
     outputs = plan.run(device, [*operands, labels, *per_token])
     tokens, count = hidden.shape[0], len(call.fields)
-    if tokens < kernels.THREADS:  # copies: a caller must be able to write to the results in place
+    if tokens < kernels.THREADS:  # copies, because a caller may write to the results in place
         saved = outputs[count][:, :tokens].clone(memory_format=torch.contiguous_format)
         outputs[: count + 1] = [*[y[:tokens].clone() for y in outputs[:count]], saved]
     return outputs
@@ -145,7 +145,7 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
 def _make_plan(
     x: Tensors, call: TorchCall, has_temperature: bool, make_tape: Callable[[kernels.LaunchedCall], Tape | str]
 ) -> Launches | str:
-    """Returns the launches of what ``make_tape`` returns; or, as text, why kernels do not support the call."""
+    """Returns the launches of ``make_tape(launched)``; or, as text, why the call cannot be launched directly."""
     reason = refusal(x, call)
     if reason is not None:
         return reason
@@ -157,11 +157,11 @@ def _make_plan(
 def forward_tape(launched: kernels.LaunchedCall, keep_cache: bool, fields: Sequence[str], group: str = "") -> Tape:
     """Returns the tape of a forward: ``hidden, weight, B, labels, temperature, floor, ids -> fields, saved, cache``.
 
-    Inputs that the call does not have are left out.
+    Inputs that were not passed are left out.
     """
     tape, rows, call = Tape(), launched.rows, launched.call
     hidden, weight, *adapter = add_operands(tape, launched)
-    labels = tape.input((rows, 2), jnp.int32)  # the halves of int64 numbers
+    labels = tape.input((rows, 2), jnp.int32)  # the halves of int64 labels
     temperature = tape.input((rows,), jnp.float32) if launched.has_temperature else None
     floor = tape.input((rows,), jnp.float32) if call.has_floor else None
     ids = tape.input((rows, call.num_candidates), jnp.int32) if call.num_candidates else None
@@ -177,7 +177,7 @@ def forward_tape(launched: kernels.LaunchedCall, keep_cache: bool, fields: Seque
 
 
 def add_operands(tape: Tape, launched: kernels.LaunchedCall) -> tuple[Buffer, ...]:
-    """Adds the inputs hidden, weight, and the B of an adapter if there is one."""
+    """Adds the inputs hidden, weight and, with an adapter, its B."""
     call = launched.call
     hidden = tape.input((launched.rows, call.hidden_size + call.rank), call.hidden_dtype)
     widths = [call.hidden_size, call.rank] if call.rank else [call.hidden_size]
@@ -187,16 +187,16 @@ def add_operands(tape: Tape, launched: kernels.LaunchedCall) -> tuple[Buffer, ..
 def _exchange_statistics(
     tape: Tape, call: kernels.Call, tokens: kernels.Tokens, group: str, sent: Buffer, x: Buffer | None, saved: Buffer
 ) -> tuple[Buffer, Buffer | None]:
-    """Returns the statistics of all ranks, and the x of candidates.
+    """Returns the statistics of all ranks, and for candidates the largest x over the ranks.
 
-    With its statistics, each rank sends a tag for each token, made of all that must be the same on all ranks.
+    With its statistics, each rank sends a tag per token: a hash of everything that must be equal on all ranks.
     """
     count = call.num_tokens
     options = count, call.columns, call.vocab_size, call.logit_scale, call.logit_softcap
     checksum = _tensor_parallel.compute_checksum(*options)
 
     def put_tags(sent: torch.Tensor, saved: torch.Tensor, *per_token: torch.Tensor) -> list[torch.Tensor]:
-        """Writes the tags to the last field of the first group."""
+        """Writes the tags to the last field of the first tile group."""
         tags = sent[0, -1, :count].view(torch.int32)
         torch.add(saved[0, :count], checksum, out=tags)
         for y in per_token:
@@ -214,7 +214,7 @@ def _exchange_statistics(
 
 
 def add_gather(tape: Tape, x: Buffer, group: str) -> Buffer:
-    """Adds a step that returns the arrays of all ranks, one after another."""
+    """Adds a step that gathers the arrays of all ranks, and returns them concatenated."""
     ranks, _ = _tensor_parallel.size_and_rank(group)
     all_ranks = tape.empty((ranks * x.shape[0], *x.shape[1:]), x.dtype)
     return tape.call(lambda x: [_tensor_parallel.gather(x, group).flatten(0, 1)], [x], all_ranks)[0]
@@ -232,7 +232,7 @@ def gradients(
     way: Way,
     b: torch.Tensor | None = None,
 ) -> list[torch.Tensor] | None:
-    """Returns what `operators._operators.run_backward` does for a call without a bias; None if JAX is to run it.
+    """Returns the same as `operators._operators.run_backward`, without a bias; None if JAX must run the backward.
 
     ``b`` is the B of an adapter.
     """
@@ -254,7 +254,7 @@ def gradients(
         way.refuse(plan)
         return None
     target: Any = [] if adds is None else [sums.main_grad if sums.total is None else sums.total.tensor(writes)]
-    if target or owns_cache:  # autograd notices a change in place by the version
+    if target or owns_cache:  # so that autograd notices the change in place
         torch.autograd.graph.increment_version([*target, *cache] if owns_cache else target)
     seeds = [pad_tokens(x) for x in cotangents.values()]
     operands = [_device.make_usable(hidden), _device.make_usable(weight)]
@@ -272,7 +272,7 @@ def gradients(
 def _join_adapter_gradients(
     grads: list[torch.Tensor], requested_gradients: tuple[bool, ...], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Returns dhidden and du in one tensor, and the gradient of B, if they are requested."""
+    """Returns the requested gradients: dhidden and du as one tensor, and the gradient of B."""
     joined = [torch.cat([grads[0], grads[1].to(grads[0].dtype)], 1)] if requested_gradients[0] else []
     return [*joined, grads[-1].to(dtype)] if requested_gradients[2] else joined
 
@@ -288,8 +288,8 @@ def _plan_gradients(
     adds: bool | None,
     owns_cache: bool,
 ) -> Launches | str:
-    """Returns the launches of a backward; or, as text, why kernels do not support it."""
-    num_fields = 3 + call.jax.entropy + call.jax.has_floor + 2 * call.jax.num_candidates  # without a temperature
+    """Returns the launches of a backward; or, as text, why it cannot be launched directly."""
+    num_fields = 3 + call.jax.entropy + call.jax.has_floor + 2 * call.jax.num_candidates  # not counting a temperature
     dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
     cached = [_device.describe_tensor(x) for x in cache]
     by_jax = call.jax.gradient_threshold and not are_active_tiles(cache)
@@ -316,9 +316,9 @@ def gradients_tape(
 ) -> Tape:
     """Returns the tape of a backward: ``hidden, weight, B, saved, cotangents, sum, cache -> dhidden, du, dweight, dB``.
 
-    Only requested gradients are outputs. dhidden is rounded to ``dtype``. du and dB, of an adapter, are float32. With
-    ``adds`` True dweight is added to the float32 sum; with False it overwrites the sum; with None there is no sum, and
-    dweight has the weight's dtype.
+    Only requested gradients are outputs. dhidden is rounded to ``dtype``. du and dB, the gradients of an adapter, are
+    float32. If ``adds`` is True, dweight is added to the float32 sum; if False, dweight overwrites the sum; if None,
+    there is no sum, and dweight has the weight's dtype.
     """
     tape, rows, candidates = Tape(), launched.rows, launched.call.num_candidates
     hidden, weight, *adapter = add_operands(tape, launched)
@@ -344,8 +344,8 @@ def gradients_tape(
 def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, in_place: bool = False) -> torch.Tensor | None:
     """Returns ``factor [1] · x``, computed in float32 and rounded once to ``dtype``; None if no kernel can compute it.
 
-    For large tensors: torch's own kernel takes twice as long when dtypes are mixed. With ``in_place``, ``x`` must have
-    that dtype; a factor of 1 then takes no time.
+    Use it for large tensors: torch's own kernel takes twice as long when dtypes are mixed. With ``in_place``, ``x``
+    must have ``dtype``; a factor of 1 then takes no time.
     """
     device = x.get_device()
     if device != _device.current_device():
@@ -384,22 +384,22 @@ def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype, in_place: bool = 
 
 
 def active_tiles_shape(x: Tensors, call: TorchCall, way: Way) -> tuple[int, int] | None:
-    """Returns the shape of the active tiles that a forward saves; None if it saves none."""
+    """Returns the shape of the list of active tiles that a directly launched forward saves; None if it saves none."""
     if not (call.jax.gradient_threshold and way.direct) or refusal(x, call) is not None:
         return None
     return kernels.active_tiles_shape(describe_launch(x.hidden, x.weight, call, x.temperature is not None))
 
 
 def are_active_tiles(cache: Sequence[torch.Tensor]) -> bool:
-    """Whether kernels have saved which tiles are active, in a call with a threshold.
+    """Whether the cache of a call with a threshold is a list of active tiles, which only direct launches save.
 
-    JAX saves the tiles' maxima, or nothing.
+    JAX saves the tiles' maxima or nothing.
     """
     return bool(cache) and cache[0].dtype is torch.int32
 
 
 def pad_tokens(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Returns a contiguous per-token tensor whose dimension ``dim`` has as many tokens as kernels read."""
+    """Returns ``x``, contiguous and with dimension ``dim`` padded to at least as many tokens as kernels read."""
     tokens = x.shape[dim]
     if tokens >= kernels.THREADS:
         return _device.make_usable(x)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lce_torch_bridge._types import LogprobOutput
 
-# Options that come from the layer and the model, so that a caller cannot set them.
+# Options that a caller cannot set, because the layer and the model determine them.
 LAYER_OPTIONS = ("tp_group", "bias", "logit_scale", "reduce_grad_hidden", "lora")
 
 
@@ -25,16 +25,16 @@ class FusedForward:
     """A ``forward`` for an output layer, which returns a `LogprobOutput` of ``[s, b]`` instead of logits.
 
     Raises:
-        NotImplementedError: `linear_logprobs` does not support the layer (raised on creation) or the call (raised
-            when called).
-        ValueError, TypeError: options do not fit, also at both times.
+        NotImplementedError: `linear_logprobs` does not support the layer (raised by the constructor) or the call
+            (raised when called).
+        ValueError, TypeError: options do not fit (raised by the constructor or when called).
     """
 
     layer: Any
     labels: torch.Tensor  # [b, s]
     logit_scale: float
-    options: Mapping[str, Any]  # of linear_logprobs, as passed by the caller
-    mtp: bool = False  # whether multi-token prediction uses the weight as well
+    options: Mapping[str, Any]  # of linear_logprobs, as the user has passed them
+    mtp: bool = False  # whether multi-token prediction also uses the weight
 
     def __post_init__(self) -> None:
         """Checks the layer and the options that do not depend on hidden states."""
@@ -49,7 +49,7 @@ class FusedForward:
     def __call__(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[LogprobOutput, torch.Tensor | None]:
-        """Returns the output, and the bias if the caller must add it, as `ColumnParallelLinear.forward` does."""
+        """Returns the results and, like `ColumnParallelLinear.forward`, the bias that the caller must add or None."""
         layer = self.layer
         if layer.gather_output if runtime_gather_output is None else runtime_gather_output:
             raise NotImplementedError(
@@ -71,7 +71,7 @@ class FusedForward:
         return out, layer.bias if layer.skip_bias_add else None
 
     def _gather_hidden(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns hidden states ``[s, b, h]``, gathered. The gather's backward already sums dhidden over the ranks."""
+        """Returns all hidden states ``[s, b, h]``. The backward of the gather sums dhidden over the ranks."""
         hidden = input_
         if self.layer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, group=self.layer.tp_group)
@@ -83,7 +83,7 @@ class FusedForward:
         return hidden
 
     def _choose_wgrad(self, weight: torch.Tensor) -> str:
-        """Returns the option ``wgrad``: by default, dweight goes where the layer itself would put it."""
+        """Returns the option ``wgrad``. By default, dweight goes where the layer itself would put it."""
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
                 "Megatron-FSDP gathers and frees this weight around the layer's own forward and backward, which do not "
@@ -102,7 +102,7 @@ class FusedForward:
 
 
 def find_refusal(layer: Any) -> str | None:
-    """Returns why `linear_logprobs` cannot replace this output layer, and what to do about it; None if it can."""
+    """Returns why `linear_logprobs` cannot replace this output layer, and what to do instead; None if it can."""
     if getattr(type(layer), "forward", None) is not ColumnParallelLinear.forward:
         return (
             f"the output layer's class is {type(layer).__name__}, whose forward is not ColumnParallelLinear's and may "
@@ -150,7 +150,7 @@ def transpose_options(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[
 
 
 def read_multiplier(scale_logits: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """Returns the number by which the model multiplies logits, from its result for two numbers."""
+    """Returns the factor by which the model multiplies logits, derived from its results for two numbers."""
     one, many = scale_logits(torch.tensor([1.0, 1024.0], dtype=torch.float64, device="cpu")).tolist()
     if many != 1024 * one:
         raise NotImplementedError(

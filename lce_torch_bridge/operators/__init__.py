@@ -1,1 +1,1 @@
-"""Operators of torch and their derivatives, over kernels or programs of JAX."""
+"""Operators of torch and their derivatives, which run kernels or programs of JAX."""

@@ -1,18 +1,18 @@
-"""A per-token loss and its gradients in one pass, in the forward, one chunk of tokens after another.
+"""A per-token loss and its gradients, computed together in the forward, one chunk of tokens after another.
 
-    results of the chunk, exponentials cached ─ loss_fn ─ derivatives of the loss ─ gradients of the chunk
-    next chunk: its dhidden goes to its own rows, its dweight is added to one float32 sum
+    results of the chunk, exponentials cached ─ loss_fn ─ derivatives of the loss ─ gradients of the chunk next chunk:
+    dhidden goes to the chunk's rows, dweight is added to one float32 sum
 
 The forward computes all gradients for a cotangent of 1, and the backward multiplies them by the actual cotangent. If
-the caller knows the cotangent, the forward uses it, so that dweight can be added to ``main_grad`` at once.
+the caller passes the cotangent, the forward uses it, so that it can add dweight to ``main_grad`` at once.
 
 An activation checkpoint drops what its first forward saves, and runs the forward again. So the first forward computes
 only losses.
 
-float16 has no numbers below 6e-8. The loss scale keeps gradients above that, but it is part of the cotangent, which the
-forward does not know. So dlogits in float16 have a unit of their own: all cotangents are multiplied by the power of two
-that brings the call's largest dlogit so far near float16's largest number. When a chunk has larger dlogits, the sums
-are rescaled to its unit. The backward divides by the unit.
+float16 has no positive values below 6e-8. A loss scale keeps gradients above that, but it is part of the cotangent,
+which the forward does not know. So float16 dlogits have a unit of their own: cotangents are multiplied by the power of
+two that brings the call's largest dlogit so far near float16's maximum. When a chunk has larger dlogits, the sums are
+rescaled to that chunk's unit. The backward divides by the unit.
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ from typing import Any, NamedTuple
 import torch
 
 from lce_torch_bridge._types import Sums, Tensors, TorchCall, make_call
+from lce_torch_bridge.launched_directly._launch_with import Way
 from lce_torch_bridge.launched_directly._passes import scale
-from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.operators._operators import Uncompiled, refuse_second_derivative, refuse_vmap
 from lce_torch_bridge.tensors import _device, _weight
 from lce_torch_bridge.through_jax._programs import DweightSum
 
-ALL = 1 << 62  # cache_bytes that no chunk exceeds
-HIGHEST = 15  # dlogits are below 2^15; float16 ends at 2^16
-MOST = 100  # exponent of a unit, so that its inverse is a normal float32 number
-LARGE = 1 << 24  # elements; for larger tensors a kernel's speed matters more than its launch
-CLOSE = 1e-6  # relative: eight of float32's steps. Each product that makes a cotangent rounds by half a step
+ALL = 1 << 62  # a value of cache_bytes that no chunk exceeds
+HIGHEST = 15  # an exponent: dlogits stay below 2^15, and float16 ends at 2^16
+MOST = 100  # the largest exponent of a unit, so that the inverse of a unit is a normal float32 value
+LARGE = 1 << 24  # elements; in larger tensors a kernel's speed matters more than its launch
+CLOSE = 1e-6  # relative: eight ulps of float32. Each product in a cotangent rounds by half an ulp
 
 
 class LossPlan(NamedTuple):
-    """The static part of a call."""
+    """How a loss and its gradients are computed, apart from tensors of the call."""
 
-    loss_fn: Callable[..., torch.Tensor]  # takes the results by name, and the per-token arguments
+    loss_fn: Callable[..., torch.Tensor]  # takes a dict of results, and the per-token arguments
     call: TorchCall
-    rows: int  # of a chunk
+    rows: int  # the number of tokens in a chunk
     way: Way
-    main_grad: torch.Tensor | None = None  # gets the weight's gradient; None: autograd gets it
-    cotangent: float | None = None  # of the sum, if the caller knows it
+    main_grad: torch.Tensor | None = None  # dweight is added to it; None: autograd gets dweight
+    cotangent: float | None = None  # the cotangent of the sum, if the caller has passed it
 
     @property
     def target(self) -> torch.Tensor | None:
-        """The ``main_grad`` to which the forward adds dweight; None if the forward does not add."""
+        """The ``main_grad`` to which the forward adds dweight; None if the forward does not add dweight."""
         return None if self.cotangent is None else self.main_grad
 
     def chunks(self, tokens: int) -> list[slice]:
-        """Returns the chunks of ``tokens`` tokens."""
+        """Returns the slices that divide ``tokens`` tokens into chunks."""
         return [slice(first, min(first + self.rows, tokens)) for first in range(0, tokens, self.rows)]
 
     def has_unit(self, x: Tensors) -> bool:
-        """Whether gradients have a unit of their own."""
+        """Whether gradients are multiplied by a unit, as the module's docstring says."""
         return x.weight.dtype == torch.float16 and self.cotangent is None
 
     def sums_dweight(self, x: Tensors) -> bool:
         """Whether dweight is summed in float32.
 
-        A single chunk rounds dweight at once, except to float16, because the cotangent is not known.
+        Otherwise a single chunk rounds dweight at once. float16 must wait for the cotangent.
         """
         return len(self.chunks(len(x.labels))) != 1 or x.weight.dtype == torch.float16 or self.target is not None
 
 
 def compute_results(plan: LossPlan, x: Tensors, keep: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """Returns the results by name, then what `_operators.run_backward` needs: saved numbers and the cache."""
+    """Returns the results by name, and the residuals for `_operators.run_backward`: saved values and the cache."""
     outputs = _operators.run_forward(x, plan.call, keep, plan.way, lend_cache=False)
     fields = plan.call.fields
     return dict(zip(fields, outputs, strict=False)), outputs[len(fields) :]
 
 
 def apply_loss(plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor]) -> torch.Tensor:
-    """Returns ``loss_fn`` of some tokens, after checking that it returns one number per token."""
+    """Returns the losses of some tokens, after checking that ``loss_fn`` returns one value per token."""
     losses = plan.loss_fn(fields, *per_token)
     shape = fields["lse"].shape
     if not isinstance(losses, torch.Tensor):
@@ -94,9 +94,9 @@ def apply_loss(plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[
 def sum_losses(
     plan: LossPlan, x: Tensors, per_token: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the sum of the losses, and the results by name, of operands without a gradient.
+    """Returns the sum of the losses and the results by name, if no operand requires a gradient.
 
-    Autograd differentiates the sum in the per-token arguments.
+    Autograd differentiates the sum with respect to the per-token arguments.
     """
     losses, fields = compute_losses(plan, x, per_token)
     return losses.sum(dtype=torch.float32), fields
@@ -116,7 +116,7 @@ class LossDerivatives(NamedTuple):
     """The losses of a chunk, and their derivatives."""
 
     losses: torch.Tensor  # [t]
-    cotangents: dict[str, torch.Tensor]  # of the results that the losses depend on, by name
+    cotangents: dict[str, torch.Tensor]  # by name, for the results that the losses depend on
     per_token: list[torch.Tensor | None]
 
 
@@ -144,7 +144,7 @@ def _differentiate(
 
 
 def _refuse_closure(losses: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-    """Refuses a loss_fn that closes over a tensor that requires a gradient, which would be lost."""
+    """Refuses a loss_fn that closes over a tensor that requires a gradient, because the gradient would be lost."""
     known = {id(x) for x in inputs}
     for leaf in _find_leaves(losses):
         if id(leaf) not in known:
@@ -156,7 +156,7 @@ def _refuse_closure(losses: torch.Tensor, inputs: list[torch.Tensor]) -> None:
 
 
 def _find_leaves(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the leaves of the graph that computed ``x``."""
+    """Yields the leaves of the autograd graph of ``x``."""
     if x.grad_fn is None:
         yield x
     seen, queue = set(), [x.grad_fn]
@@ -171,17 +171,17 @@ def _find_leaves(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class LossAndGradients(torch.autograd.Function):
-    """``(plan, hidden, weight, bias, labels, temperature, floor, *per_token) -> sum, *TorchCall.fields``."""
+    """Computes ``(plan, hidden, weight, bias, labels, temperature, floor, *per_token) -> sum, *results``."""
 
     @staticmethod
     def forward(ctx: Any, plan: LossPlan, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Returns the sum and the results. Saves the gradients, for the cotangent that is known or for 1."""
+        """Returns the sum and the results. Saves the gradients for the plan's cotangent, by default 1."""
         (hidden, weight, bias, labels, temperature, floor), per_token = inputs[:6], inputs[6:]
         x = Tensors(hidden, weight, bias, labels, temperature, None, floor)
         run = _run_first_forward if _device.will_be_recomputed() else _run_chunks
         losses, fields, grads, unit = run(plan, _cast_operands(x), per_token, ctx.needs_input_grad[1:])
         ctx.cotangent, ctx.way = plan.cotangent, plan.way
-        ctx.main_grad = plan.main_grad  # not through save_for_backward: other micro-batches may change it before
+        ctx.main_grad = plan.main_grad  # not saved by autograd: other micro-batches may change it in place
         ctx.dtypes = [None if y is None else y.dtype for y in (*x[:3], *per_token)]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*fields)
@@ -197,11 +197,11 @@ class LossAndGradients(torch.autograd.Function):
             return (None,) * (7 + len(grads) - 3)
         if _device.is_batched(cotangent):
             refuse_vmap()
-        if torch.is_grad_enabled():  # create_graph=True, and the saved gradients are not connected to the operands
+        if torch.is_grad_enabled():  # create_graph=True, but the saved gradients are not connected to the operands
             refuse_second_derivative(ctx)
         if ctx.main_grad is None:
             _weight.refuse_partitioned(ctx, 1)
-        # In one dimension: in a product with bfloat16, a float32 tensor without dimensions would be rounded.
+        # One dimension, because a product with bfloat16 would round a float32 tensor without dimensions.
         actual = _device.check_readable("the cotangent", cotangent).reshape(1)
         known, added = ctx.cotangent, ctx.main_grad is not None
         factor = actual if known is None else _compare_cotangents(known, actual, added)
@@ -225,7 +225,7 @@ class LossAndGradients(torch.autograd.Function):
 
 
 def _scale(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype, way: Way) -> torch.Tensor | None:
-    """Returns ``factor · grad`` rounded to ``dtype``; with ``factor`` None, ``grad`` itself.
+    """Returns ``factor · grad`` rounded to ``dtype``, or ``grad`` in ``dtype`` if ``factor`` is None.
 
     The result overwrites ``grad``, unless the graph is kept.
     """
@@ -235,7 +235,7 @@ def _scale(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.
     if factor is None:
         return grad.to(dtype, copy=is_kept)
     in_place = grad.dtype == dtype and not is_kept
-    if way.direct and grad.numel() >= LARGE:  # torch's own kernel takes twice as long for mixed dtypes, and for 1
+    if way.direct and grad.numel() >= LARGE:  # torch needs twice as long for mixed dtypes, and time for 1
         product = scale(grad, factor, dtype, in_place)
         if product is not None:
             return product
@@ -243,10 +243,10 @@ def _scale(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.
 
 
 def _compare_cotangents(known: float, cotangent: torch.Tensor, added: bool) -> torch.Tensor | None:
-    """Returns the cotangent divided by the one that the gradients were computed for; None if they are equal.
+    """Returns the actual cotangent divided by ``known``, for which gradients were computed; None if they are equal.
 
     Raises:
-        ValueError: they differ by more than the rounding of a few products.
+        ValueError: the cotangents differ by more than the rounding of a few products.
     """
     actual, rounded = cotangent.item(), cotangent.new_tensor(known)  # the host waits for the cotangent
     if actual == rounded.item():
@@ -261,10 +261,10 @@ def _compare_cotangents(known: float, cotangent: torch.Tensor, added: bool) -> t
 
 
 def _cast_operands(x: Tensors) -> Tensors:
-    """Returns the operands, in float32 those whose gradients must not be rounded before the cotangent is known.
+    """Casts operands to float32 if their gradients must not be rounded before the cotangent is known.
 
-    float16 cannot hold small numbers, and the loss scale that avoids them is part of the cotangent. dbias is a sum over
-    the chunks.
+    These are float16 hidden states, because float16 has no small values and the loss scale is part of the cotangent,
+    and the bias, because its gradient is a sum over the chunks.
     """
     hidden = x.hidden.float() if x.hidden.dtype == torch.float16 else x.hidden
     bias = None if x.bias is None else x.bias.float()
@@ -276,7 +276,7 @@ def _run_chunks(
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
     """Returns the losses ``[T]``, the results ``[T]``, the gradients, and the unit.
 
-    The gradients are those of hidden, weight, bias and the per-token arguments. The first three are to be divided by
+    The gradients are those of hidden, weight, bias and the per-token arguments. The backward divides the first three by
     the unit; None stands for 1.
     """
     tokens, names = len(x.labels), plan.call.fields
@@ -307,9 +307,9 @@ def _run_chunks(
 def _run_first_forward(
     plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], requested_gradients: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
-    """Returns what `_run_chunks` does, in the first forward of an activation checkpoint.
+    """Returns the same as `_run_chunks`, but without gradients, for the first forward of an activation checkpoint.
 
-    A checkpoint compares only shapes and dtypes of gradients and unit, so these are tensors without memory.
+    A checkpoint compares only the shapes and dtypes of saved tensors, so gradients and unit are tensors without memory.
     """
     losses, fields = compute_losses(plan._replace(call=make_call(plan.call.text, cache_bytes=0)), x, list(per_token))
     weight = x.weight[:0].float() if plan.sums_dweight(x) else x.weight
@@ -324,7 +324,7 @@ def _run_first_forward(
 
 @contextlib.contextmanager
 def _note_added_gradients(sums: ChunkSums, tokens: int) -> Iterator[None]:
-    """Adds to errors which tokens' gradients ``main_grad`` already contains."""
+    """Adds a note to errors that says for how many tokens ``main_grad`` already contains gradients."""
     try:
         yield
     except BaseException as error:
@@ -337,7 +337,7 @@ def _note_added_gradients(sums: ChunkSums, tokens: int) -> Iterator[None]:
 
 
 def choose_unit(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall) -> torch.Tensor:
-    """Returns the power of two, ``[1]``, by which the cotangents are multiplied, from a bound of the dlogits.
+    """Returns the unit, a power of two ``[1]`` by which the cotangents are multiplied, from a bound on the dlogits.
 
     A dlogit is at most ``|logit_scale| / temperature`` times the sum of the cotangents' absolute values. The cotangent
     of the entropy counts ln V + 1 times, because it is multiplied by p (ln p + entropy), which is at most ln V + 1/e.
@@ -354,7 +354,7 @@ def choose_unit(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall
 
 
 class ChunkSums:
-    """The gradients of all chunks: dhidden row by row, dweight and dbias as sums."""
+    """Collects the gradients of all chunks: dhidden row by row, dweight and dbias as sums."""
 
     def __init__(self, plan: LossPlan, x: Tensors, requested_gradients: tuple[bool, ...]) -> None:
         hidden, weight, bias, *_ = x
@@ -366,7 +366,7 @@ class ChunkSums:
         self._bias = torch.zeros_like(bias) if requested_gradients[2] and bias is not None else None
         self.tokens = 0  # the number of tokens whose gradients have been added
         self._has_unit = plan.has_unit(x)
-        self.unit: torch.Tensor | None = None  # by which all gradients are to be divided; None: 1
+        self.unit: torch.Tensor | None = None  # the backward divides all gradients by it; None: 1
 
     @property
     def are_in_main_grad(self) -> bool:
@@ -399,7 +399,7 @@ class ChunkSums:
         self.tokens = rows.stop
 
     def _update_unit(self, unit: torch.Tensor) -> torch.Tensor:
-        """Returns the smaller one of ``unit`` and the present unit, and rescales all sums to it."""
+        """Returns the smaller of ``unit`` and the current unit, and rescales all sums to it."""
         if self.unit is not None:
             unit = torch.minimum(unit, self.unit)
             change = unit / self.unit

@@ -1,15 +1,16 @@
-"""The forward and the backward of a call of any function, as operators of torch and as an autograd Function.
+"""The forward and backward of every function, as operators of torch and as an autograd Function.
 
     forward    Tensors, keep, TorchCall.text                                      ->  TorchCall.fields, saved tensors
     backward   Tensors, saved tensors, cotangents, requested gradients, text      ->  dhidden, dweight, dbias
 
-`run_forward` and `run_backward` do the work: by kernels that are launched directly, or by programs of JAX. `apply` is
-what the public functions call. The operators are opaque to ``torch.compile``, which traces the Function and would
-otherwise trace into DLPack. Everything that the backward needs is a tensor: autograd owns it, frees it, and notices if
-an operand has changed.
+`run_forward` and `run_backward` do the work, with kernels that are launched directly or with programs of JAX. The
+public functions call `apply`. The operators are opaque to ``torch.compile``, which traces the Function and would
+otherwise trace into DLPack. Everything that the backward needs is a tensor, so that autograd owns it, frees it, and
+notices if an operand has changed.
 
-The operators take a call's text, not a number that stands for the call. A graph may run in a process that has traced no
-call: ``torch.export`` saves graphs, and so does Inductor's cache on disk, whose keys contain the operators' arguments.
+The operators take a call's text instead of a number that stands for the call, because a graph may run in a process that
+has not traced it: ``torch.export`` saves graphs, and so does Inductor's cache on disk, whose keys contain the
+operators' arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall, make_call
 from lce_torch_bridge.launched_directly import _kl as _direct_kl
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._way import Way, choose_way, refuse_other_way
+from lce_torch_bridge.launched_directly._launch_with import Way, choose_way, refuse_other_way
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
 from lce_torch_bridge.tensors._device import check_readable, is_differentiated, is_readable
 from lce_torch_bridge.through_jax import _ids, _kl, _logprobs
@@ -34,7 +35,7 @@ from lce_torch_bridge.through_jax import _ids, _kl, _logprobs
 class JaxFunction(NamedTuple):
     """How JAX runs a function other than `linear_logprobs`."""
 
-    reason: str | None  # why no kernels that are launched directly compute it; None: they do
+    reason: str | None  # why it is never launched directly; None if it may be
     forward: Callable[[Tensors, TorchCall, bool], list[Any]]
     make_empty: Callable[[Tensors, TorchCall, bool], list[torch.Tensor]]
     gradients: Callable[..., list[torch.Tensor]] | None  # None: the function has no backward
@@ -48,7 +49,7 @@ JAX_FUNCTIONS = {
     ),
     "linear_topk": JaxFunction("linear_topk runs no kernel", _ids.run_topk, _ids.make_empty_topk, None),
 }
-SAVED_OPERANDS = {  # the indices of the operands that autograd saves for the backward
+SAVED_OPERANDS = {  # for each function, the indices of the operands that autograd saves for the backward
     "linear_logprobs": (0, 1, 2),
     "linear_kl": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", *Tensors._fields[7:10]))),
     "linear_logits": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", "candidates", "temperature"))),
@@ -57,13 +58,15 @@ _library = torch.library.Library(NAME, "FRAGMENT")  # registrations last as long
 
 
 def run_forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool = True) -> list[Any]:
-    """Returns ``TorchCall.fields``, then what the backward needs besides operands.
+    """Returns the results named by ``TorchCall.fields``, then what the backward needs besides the operands.
 
-    `linear_logprobs` needs ``[S, T]`` saved numbers and the cache. ``keep`` says whether a backward may follow.
+    The backward of `linear_logprobs` needs ``[S, T]`` saved values and the cache. ``keep`` says whether a backward may
+    follow.
 
-    Autograd saves the cache as tensors. A caller that runs the backward at once passes ``lend_cache=False``. If JAX
-    runs the call, the cache then consists of JAX's own arrays. JAX reuses their memory as soon as they are dropped, in
-    stream order. It holds a tensor that it was lent until the GPU is done, and the host may be many programs ahead.
+    By default the cache consists of tensors, which autograd can save. A caller that runs the backward at once passes
+    ``lend_cache=False``: if JAX runs the call, the cache then consists of JAX's own arrays, whose memory JAX reuses in
+    stream order as soon as they are dropped. JAX would hold tensors until the GPU is done, while the host may be many
+    programs ahead.
     """
     if call.group != _tensor_parallel.NO_GROUP:
         sums_dhidden = keep and call.reduce_grad_hidden and x.hidden.requires_grad
@@ -110,7 +113,7 @@ def run_backward(
 ) -> list[torch.Tensor]:
     """Returns the requested gradients among dhidden, dweight and dbias, in their operands' dtypes.
 
-    ``residuals`` are what `run_forward` returned after the fields. With ``reduce_grad_hidden``, dhidden is summed over
+    ``residuals`` are what `run_forward` returned after the results. With ``reduce_grad_hidden``, dhidden is summed over
     the group in float32 and rounded once. (With stored logits, each rank rounds before the sum.)
     """
     if x.hidden.shape[0] == 0:
@@ -152,14 +155,14 @@ def select_requested(x: Tensors, requested_gradients: Sequence[bool]) -> list[to
 
 
 def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
-    """Returns the call's results by name, differentiable."""
+    """Runs a call, and returns its results by name. They are differentiable."""
     keep = is_differentiated(x.hidden, x.weight, x.bias)
     if _device.nothing_watches() and not _device.any_is_watched(x):
         keep = keep and bool(call.differentiable)
         results = Eager.apply(*x, call) if keep else run_forward(x, call, False, choose_way(x.hidden))
         return dict(zip(call.fields, results, strict=False))
     traced = torch.compiler.is_compiling()
-    if not call.differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
+    if not call.differentiable or (traced and not keep):  # torch 2.11 cannot trace a Function here
         results = forward(list(x), keep, call.text)
     else:
         results = (Pass if traced else Uncompiled).apply(*x, keep, call)
@@ -167,7 +170,7 @@ def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
 
 
 class Pass(torch.autograd.Function):
-    """``(*Tensors, keep, TorchCall)`` to the results, and what the backward needs."""
+    """Computes ``(*Tensors, keep, TorchCall) -> results, saved tensors`` with the operator `forward`."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -185,7 +188,7 @@ class Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Returns dhidden, dweight and dbias, those that are requested."""
+        """Returns the requested gradients among dhidden, dweight and dbias."""
         return *differentiate(ctx, grads), *[None] * (len(Tensors._fields) - 1)
 
     @staticmethod
@@ -194,13 +197,13 @@ class Pass(torch.autograd.Function):
         refuse_vmap()
 
 
-# torch binds each call's arguments by this signature. Without it, torch spends more time on the signature than on the
-# rest of a Function.
+# torch binds the arguments of each call to this signature. If it is not set, torch derives it in each call, which takes
+# longer than the rest of a Function.
 Pass.forward.__signature__ = inspect.signature(Pass.forward)  # type: ignore[attr-defined]
 
 
 class Uncompiled(Pass):
-    """`Pass` outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
+    """`Pass` outside of ``torch.compile``, which does not support a Function with a ``jvp``."""
 
     @staticmethod
     def jvp(*_: Any) -> Any:
@@ -212,9 +215,9 @@ class Uncompiled(Pass):
 
 
 class Eager(torch.autograd.Function):
-    """``(*Tensors, TorchCall)`` to the results, without operators: for calls that nothing watches.
+    """Computes ``(*Tensors, TorchCall) -> results`` without operators, for calls that nothing traces or transforms.
 
-    A Function without ``setup_context`` costs the host less, but torch.func does not take it.
+    A Function without ``setup_context`` takes less time on the host, but torch.func does not support it.
     """
 
     @staticmethod
@@ -232,7 +235,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Returns dhidden, dweight and dbias, those that are requested."""
+        """Returns the requested gradients among dhidden, dweight and dbias."""
         return *differentiate(ctx, grads), *[None] * (len(Tensors._fields) - 2)
 
     @staticmethod
@@ -242,7 +245,7 @@ class Eager(torch.autograd.Function):
 
 
 def differentiate(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
-    """Returns dhidden, dweight and dbias; None in place of a gradient that is not requested."""
+    """Returns dhidden, dweight and dbias, or None for a gradient that is not requested."""
     call, tensors = ctx.call, ctx.saved_tensors
     places, seeds = SAVED_OPERANDS[call.jax.function], grads[: len(call.differentiable)]
     cotangents = name_cotangents(call, seeds)
@@ -252,7 +255,7 @@ def differentiate(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torc
     for place, operand in zip(places, tensors, strict=False):
         x[place] = operand
     residuals, requested_gradients = list(tensors[len(places) :]), list(ctx.needs_input_grad[:3])
-    if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
+    if torch.is_grad_enabled():  # a second derivative may be requested, as always in torch.func
         results = Gradients.apply((len(x), len(residuals)), requested_gradients, call.text, *x, *residuals, *seeds)
     elif torch.compiler.is_compiling():
         results = backward(x, residuals, list(seeds), requested_gradients, call.text, None, False)
@@ -274,14 +277,14 @@ def differentiate(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torc
 
 
 def name_cotangents(call: TorchCall, seeds: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Returns the cotangents that are not None, by the names of the call's results."""
+    """Returns the cotangents that are not None, keyed by the names of the call's results."""
     return {name: seed for name, seed in zip(call.differentiable, seeds, strict=True) if seed is not None}
 
 
 class Gradients(torch.autograd.Function):
-    """`backward` as a Function, where its derivative may be asked for: torch.func knows no rules of operators.
+    """The operator `backward` as a Function, because torch.func does not use derivative rules of operators.
 
-    The derivative is refused.
+    Its own derivative, a second derivative, is refused.
     """
 
     @staticmethod
@@ -309,7 +312,7 @@ class Gradients(torch.autograd.Function):
 
 
 def find_writable(ctx: Any, num_cached: int) -> Sums:
-    """Returns what this backward may write to: a float32 ``main_grad``, if there is one, and the cache's memory."""
+    """Returns which memory this backward may write to: a float32 ``main_grad``, if there is one, and the cache."""
     if ctx.call.jax.function not in ("linear_logprobs", "linear_kl"):
         return NO_SUMS
     main_grad = _weight.find_main_grad(ctx, 1) if ctx.needs_input_grad[1] else None
@@ -317,21 +320,21 @@ def find_writable(ctx: Any, num_cached: int) -> Sums:
 
 
 def read_call(text: str, weight: torch.Tensor) -> TorchCall:
-    """Returns the call of a `TorchCall.text`, with the size of the vocabulary."""
+    """Parses ``text``, a `TorchCall.text`, into the call, and fills in the vocabulary size if it is unknown."""
     call = make_call(text)
     return call if call.jax.vocab_size else _tensor_parallel.set_vocab_size(call, weight)
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Returns a decorator that registers a function of tensors as an operator on every device.
+    """Returns a decorator that registers a function of tensors as an operator for every device.
 
-    The operator has no rule for ``torch.func.vmap``. ``torch.library.custom_op`` would also check what the function
-    returns, which costs the host 20 µs a call.
+    The operator refuses ``torch.func.vmap``. ``torch.library.custom_op`` would also check the function's results, which
+    takes 20 µs per call on the host.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         torch.library.define(f"{NAME}::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-        uncompiled = torch.compiler.disable(function)  # the compiler of the caller's frames skips this one
+        uncompiled = torch.compiler.disable(function)  # so that torch.compile does not look into the function
         torch.library.impl(f"{NAME}::{name}", "default", uncompiled)
         torch.library.register_vmap(f"{NAME}::{name}", refuse_vmap)
         return getattr(getattr(torch.ops, NAME), name).default
@@ -340,7 +343,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def refuse_vmap(*_: Any) -> NoReturn:
-    """Refuses ``torch.func.vmap``. The message says what to do instead."""
+    """Raises under ``torch.func.vmap``. The message says what to do instead."""
     raise NotImplementedError(
         "lce_torch_bridge does not run under torch.func.vmap, nor under what uses it (jacrev, jacobian with "
         "vectorize=True, grad with is_grads_batched=True): hidden takes any leading shape, so give it the whole batch, "
@@ -359,7 +362,7 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
 
 @operator("forward", "(Tensor?[] x, bool keep, str call) -> Tensor[]")
 def forward(x: list[torch.Tensor | None], keep: bool, text: str) -> list[torch.Tensor]:
-    """Calls `run_forward` with operands whose memory is checked."""
+    """Checks the operands' memory, and calls `run_forward`."""
     if not all(map(is_readable, [y for y in x if y is not None])):
         x = list(map(check_readable, Tensors._fields, x))
     operands = Tensors(*x)  # type: ignore[arg-type]
@@ -371,7 +374,7 @@ def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
     return make_empty_results(Tensors(*x), make_call(text), keep)
 
 
-@operator(  # graphs that torch.export has saved contain the names of this schema
+@operator(  # graphs that torch.export has saved contain this schema's argument names
     "backward",
     "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] wanted, str call, Tensor? main_grad=None, "
     "bool owns_cache=False) -> Tensor[]",
@@ -385,9 +388,9 @@ def backward(
     main_grad: Any = None,
     owns_cache: bool = False,
 ) -> list[torch.Tensor]:
-    """Calls `run_backward`. It may write to main_grad and to the cache, which the schema does not say.
+    """Calls `run_backward`, which may write to main_grad and to the cache, although the schema does not say so.
 
-    A trace passes neither. If the schema named them as written to, the trace would copy them.
+    A trace passes neither of them. If the schema declared them as mutated, the trace would copy them.
     """
     operands, call = Tensors(*x), read_call(text, x[1])
     cotangents, sums = name_cotangents(call, seeds), Sums(main_grad=main_grad, owns_cache=owns_cache)
@@ -401,4 +404,4 @@ def _(x: list[Any], _residuals: Any, _seeds: Any, requested_gradients: list[bool
 
 
 torch.library.register_autograd(f"{NAME}::backward", refuse_second_derivative)
-_library.impl("backward", refuse_vmap, "Batched")  # the older vmap, of is_grads_batched=True
+_library.impl("backward", refuse_vmap, "Batched")  # the older vmap, which is_grads_batched=True uses

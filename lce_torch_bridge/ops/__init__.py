@@ -1,1 +1,1 @@
-"""The public functions: tensors in, tensors out."""
+"""The bridge's public functions on tensors."""

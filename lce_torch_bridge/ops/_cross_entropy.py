@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`, also as a module, and `linear_entropy`: functions of `linear_logprobs`' results."""
+"""`linear_cross_entropy` and its module, and `linear_entropy`, which are functions of `linear_logprobs`' results."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Returns the cross entropy of a language-model head, without storing the logits.
 
-    It equals ``torch.nn.functional.cross_entropy`` of the logits, plus a penalty that keeps ``lse`` near 0. Per token,
-    with the smoothing ε: ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``. `lce_jax.linear_cross_entropy` is
-    the same function. A label outside the vocabulary that is not ``ignore_index`` has logprob 0 and counts as a token;
-    torch raises an error there.
+    It equals ``torch.nn.functional.cross_entropy`` of the logits, plus a penalty that keeps ``lse`` near 0. Each
+    token's loss, with the smoothing ε, is ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``.
+    `lce_jax.linear_cross_entropy` is the same function. A label outside the vocabulary that is not ``ignore_index`` has
+    logprob 0 and counts as a token; torch raises an error there.
 
-    A mean or sum that is differentiated computes its gradients in the forward, as `linear_loss` does. This takes three
-    matrix products in all; two if hidden or the weight requires no gradient; one if both require none. With
+    If a mean or sum is differentiated, its gradients are computed in the forward, as by `linear_loss`. Forward and
+    backward take three matrix products in all; two if only one of hidden and weight requires a gradient. With
     ``cache_bytes`` the gradients are computed in the backward.
 
     Args:
@@ -64,23 +64,24 @@ def linear_cross_entropy(
         reduction: "mean" over the tokens that count (0 if there are none; torch returns NaN), "sum", or "none" for
             losses ``[...]``, which are 0 for masked tokens.
         label_smoothing: ε in [0, 1]: the target is ``(1 - ε)·onehot + ε/V`` over the true vocabulary, as in torch.
-            Megatron's ``vocab_parallel_cross_entropy`` spreads ε over the other V - 1 vocabulary tokens: on one rank,
-            its ε is ``ε·V / (V - 1)`` here. On several ranks it takes V and the mean from each rank's own part.
+            Megatron's ``vocab_parallel_cross_entropy`` spreads its ε over the other V - 1 vocabulary tokens: to
+            reproduce it on one rank, pass ``ε·V / (V - 1)``. On several ranks Megatron takes V and the mean from each
+            rank's own part.
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
         class_weights: ``[V]`` floats, torch's ``weight``: the factor of each token's loss, by its label. "mean" then
-            divides by the sum of the tokens' factors. With ``tp_group`` they are those of this rank's rows of the
-            weight; summing each token's factor over the group is one more collective. A label outside the vocabulary
-            has the factor 0. It requires no gradient, and is an error with ``label_smoothing``. None: 1 for every
+            divides by the sum of the tokens' factors. With ``tp_group``, pass the entries of this rank's rows of the
+            weight; one more collective sums each token's factor over the group. A label outside the vocabulary has the
+            factor 0. ``class_weights`` has no gradient, and is an error with ``label_smoothing``. None: 1 for every
             label.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, besides the sum of dweight; a chunk
-            has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All tokens are one
-            chunk if that takes no more memory than several chunks and their sum. None: 1400 MiB.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, not counting the float32 sum of
+            dweight; a chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
+            tokens are one chunk if this takes no more memory than several chunks and their sum. None: 1400 MiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
-            ``logit_floor``, ``implementation`` and ``lora``, as in `linear_logprobs`. With ``cache_bytes``, also 0, the
-            gradients are computed in the backward, which recomputes what the forward does not cache. ``chunk_bytes``
-            is then an error. It is also an error with ``gradient_threshold`` or ``vocab_part_size``, and for a smoothed
-            loss with a softcap.
+            ``logit_floor``, ``implementation`` and ``lora``, as in `linear_logprobs`. With ``cache_bytes``, including
+            0, the gradients are computed in the backward, which recomputes what the forward does not cache.
+            ``chunk_bytes`` is an error with ``cache_bytes``, ``gradient_threshold`` or ``vocab_part_size``, and for a
+            smoothed loss with a softcap.
 
     Returns:
         The loss of this rank's tokens in nats, float32: a scalar, or ``[...]`` with ``reduction="none"``. It is the
@@ -93,21 +94,21 @@ def linear_cross_entropy(
 
     Memory:
         A differentiated mean or sum takes the memory of `linear_loss`: the gradients, which exist from the forward on,
-        O(chunk + T), and with several chunks a float32 dweight, V·H·4 bytes. Other calls take the memory of
+        O(chunk + T), and with several chunks a float32 dweight of V·H·4 bytes. These calls take the memory of
         `linear_logprobs`: with ``reduction="none"``, ``cache_bytes``, ``gradient_threshold`` or ``vocab_part_size``,
         for a smoothed loss with a softcap, and under ``torch.compile``, ``torch.func`` and other tracers.
         ``cache_bytes=0`` takes the least memory. With ``wgrad="main_grad"``, a single chunk caches its exponentials
-        until the backward, which adds dweight to ``main_grad`` directly: nothing holds dweight.
+        until the backward, which adds dweight to ``main_grad`` directly, so dweight takes no memory of its own.
 
     Numerics:
-        Gradients are rounded once, and then multiplied by the cotangent of the loss. A power of two, such as 1 or a
-        loss scale, changes no digit, and 1 takes no time. Any other cotangent rounds dhidden, and dweight of a single
-        chunk, a second time in their own dtype, and takes as long as reading and writing them once. float16 gradients
-        are rounded only after the product, as in `linear_loss`.
+        Gradients are rounded once, and then multiplied by the cotangent of the loss. Multiplying by a power of two,
+        such as 1 or a loss scale, is exact, and 1 takes no time. Any other cotangent rounds dhidden, and dweight of a
+        single chunk, a second time in their own dtype, and takes as long as reading and writing them once. float16
+        gradients are rounded only after the product, as in `linear_loss`.
 
     Compilation:
         In a graph of ``torch.compile`` gradients are computed in the backward. Inside an activation checkpoint the
-        first forward computes and saves no gradients, and the head takes four products in all.
+        first forward neither computes nor saves gradients, and the head takes four matrix products in all.
 
     Example:
         >>> import torch
@@ -145,7 +146,7 @@ def linear_cross_entropy(
 def _check_loss_options(
     reduction: Any, label_smoothing: Any, z_loss: Any, chunk_bytes: Any, options: Mapping[str, Any]
 ) -> tuple[float, float, int | None, str | None]:
-    """Returns the smoothing, the weight of lse² and the bytes of a chunk, checked, and `refuse_forward_gradients`."""
+    """Checks options; returns smoothing, weight of lse², bytes of a chunk, and `refuse_forward_gradients`' result."""
     scalars.check_choice("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.smoothing(label_smoothing), scalars.not_negative("z_loss", z_loss)
     refusal = refuse_forward_gradients(reduction, smoothing, Options(**options))
@@ -192,14 +193,14 @@ def _select_factors(
         )
     columns = x.labels - _tensor_parallel.size_and_rank(call.group)[1] * len(class_weights)
     is_here = (columns >= 0) & (columns < len(class_weights))
-    if rows is not None and rows.dtype == torch.bool:  # a mask whose values cannot be counted: all tokens are here
+    if rows is not None and rows.dtype == torch.bool:  # a mask without known values: ``x`` has all tokens
         is_here = is_here & rows
     factors = class_weights.float()[columns.where(is_here, 0)].where(is_here, 0.0)
     return _tensor_parallel.all_reduce(factors, call.group) if is_split else factors
 
 
 def _find_divisor(factors: torch.Tensor | None, rows: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
-    """Returns what a mean divides by: the number of unmasked tokens, or the sum of their factors. 0 becomes 1."""
+    """Returns the divisor of a mean: the number of unmasked tokens or the sum of their factors; 1 if that is 0."""
     if factors is None:
         return _arguments.count_tokens(rows, tokens)
     total = factors.sum()
@@ -207,10 +208,11 @@ def _find_divisor(factors: torch.Tensor | None, rows: torch.Tensor | None, token
 
 
 def refuse_forward_gradients(reduction: str, smoothing: float, options: Options) -> str | None:
-    """Returns the options because of which gradients are computed in the backward; None if there are none.
+    """Returns the option that forces gradients to be computed in the backward, as text; None if there is none.
 
-    "none" needs each token's cotangent, and ``cache_bytes`` asks for a backward. With a threshold there is little to
-    recompute. With the other options no exponentials are cached that would save a product.
+    ``reduction="none"`` needs each token's cotangent, and ``cache_bytes`` explicitly requests a backward. With a
+    threshold there is little to recompute. With the other options the forward cannot cache exponentials, which would
+    save a product.
     """
     if reduction == "none":
         return f"reduction={reduction!r}"
@@ -225,10 +227,10 @@ def refuse_forward_gradients(reduction: str, smoothing: float, options: Options)
 
 
 def _adds_one_chunk_to_main_grad(arguments: Arguments, x: Tensors, wgrad: Wgrad, chunk_bytes: int | None) -> bool:
-    """Whether all tokens are one chunk whose dweight goes to ``main_grad``. The backward then computes the gradients.
+    """Whether all tokens are one chunk and dweight goes to ``main_grad``. The backward then computes the gradients.
 
-    The forward does not know the cotangent. It would round dweight and save it for the backward. Its exponentials take
-    no more memory, and from them the backward adds to ``main_grad`` directly, in float32.
+    The forward does not know the cotangent, so it would have to round dweight and save it for the backward. Saved
+    exponentials take no more memory, and from them the backward adds dweight to ``main_grad`` directly, in float32.
     """
     if wgrad != "main_grad" or not x.weight.requires_grad:
         return False
@@ -245,11 +247,11 @@ def linear_entropy(
         hidden, weight: as in `linear_logprobs`.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``where``, ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
-            ``logit_floor``, ``implementation`` and ``lora``, as in `linear_logprobs`, with hidden's leading shape in
-            place of the shape of labels.
+            ``logit_floor``, ``implementation`` and ``lora``, as in `linear_logprobs`, with hidden's leading shape
+            instead of the shape of labels.
 
     Returns:
-        Entropy and lse in nats, float32 of hidden's leading shape, both differentiable.
+        Entropy and lse in nats: float32 tensors of hidden's leading shape, both differentiable.
 
     Raises:
         lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
@@ -288,8 +290,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         reduction, label_smoothing: as in `linear_cross_entropy`.
         ignore_index: as in `linear_cross_entropy`. None: -100, as in torch's module.
         weight: ``[V]``, the ``class_weights`` of `linear_cross_entropy`. It is a buffer of the module, as in torch.
-        out_features, options: parameters of torch's module: several dimensions of labels, and the size of chunks. Only
-            torch's defaults are accepted; the message says what to write instead.
+        out_features, options: parameters of torch's module (several dimensions of labels, and the size of chunks). Only
+            their defaults are accepted; the error says what to write instead.
         **more: options of `linear_cross_entropy`.
 
     Raises:
@@ -345,7 +347,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         return _arguments.format_options({name: getattr(self, name) for name in names} | self.options)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of ``[..., H]`` and ids ``[...]``. A head with hooks or wrappers is an error."""
+        """Returns the loss of hidden states ``[..., H]`` and ids ``[...]``. A head with hooks or wrappers raises."""
         head, lora = _checks.head(self.linear)
         adapter: dict[str, Any] = {} if lora is None else {"lora": lora}
         return linear_cross_entropy(

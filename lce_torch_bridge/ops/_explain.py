@@ -12,7 +12,7 @@ import lce_jax
 from lce_jax.run import kernels
 from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.call import _arguments
-from lce_torch_bridge.launched_directly import _way
+from lce_torch_bridge.launched_directly import _launch_with
 from lce_torch_bridge.launched_directly._passes import refusal
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
 
@@ -29,7 +29,8 @@ class Explanation:
         way: "direct" or "jax", as in `launch_with`.
         why_not_direct: why the call is not launched directly; None if it is.
         plan: the result of `lce_jax.explain` for this rank's part: implementation, tiles, bytes.
-        cache: the bytes that ``cache_bytes=None`` stands for in this call, and why; None if the call has a number.
+        cache: the bytes that ``cache_bytes=None`` stands for in this call, and why; None if ``cache_bytes`` is a
+            number.
     """
 
     way: str
@@ -49,7 +50,7 @@ class Explanation:
 def explain(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Unpack[ExplainOptions]
 ) -> Explanation:
-    """Returns how `linear_logprobs` would run a call: directly or by JAX, and why; its implementation and its memory.
+    """Returns how `linear_logprobs` would run a call: the way and the reason, the implementation, and the memory.
 
     Nothing is computed or compiled.
 
@@ -82,12 +83,12 @@ def explain(
     if all_options.cache_bytes is None:
         cache_bytes, why = _arguments.choose_cache_bytes(arguments.hidden, arguments.weight, all_options)
         cache = f"cache_bytes=None is {cache_bytes}: {why}"
-    # Only its shape and dtype count: nothing is cast.
+    # Only the weight's shape and dtype count, so nothing is cast.
     dtype = _weight.find_cast_dtype(arguments.weight)
     weight = torch.empty_like(arguments.weight, dtype=dtype, device="meta")
     operands, _ = _arguments.flatten_operands(arguments, weight)
     reason = refusal(operands, arguments.call)
-    if _way.is_jax_requested():
+    if _launch_with.is_jax_requested():
         reason = 'launch_with("jax") asks for JAX'
     described = _device.describe_device(hidden.device)
     with kernels.trace_for_device(described or kernels.Device()):
@@ -99,14 +100,14 @@ def explain(
 
 
 def _list_options(x: Tensors, arguments: Arguments) -> dict[str, Any]:
-    """Returns this rank's part of the call as options of `lce_jax.explain`, with shapes in place of tensors."""
+    """Returns this rank's part of the call as options of `lce_jax.explain`, with shapes instead of tensors."""
     call, columns, lora = arguments.call, x.weight.shape[0], arguments.lora
     _, rank = _tensor_parallel.size_and_rank(call.group)
     names = "logit_scale", "logit_softcap", "entropy", "stats", "cache_bytes", "gradient_threshold", "vocab_part_size"
     return {name: getattr(call.jax, name) for name in names} | {
         "implementation": call.jax.requested,
         "lora": None if lora is None else (*map(_device.describe_tensor, lora[:2]), 1.0),
-        "vocab_size": min(max(call.jax.vocab_size - rank * columns, 1), columns),  # padding alone has no plan
+        "vocab_size": min(max(call.jax.vocab_size - rank * columns, 1), columns),  # no plan for padding alone
         "bias": None if arguments.bias is None else _device.describe_tensor(arguments.bias),
         "temperature": 1.0 if x.temperature is None else _device.describe_tensor(x.temperature),
         "candidates": None if x.candidates is None else _describe_ids(x.candidates),

@@ -40,23 +40,24 @@ def linear_logits(
 
     Args:
         hidden, weight, logit_scale, logit_softcap, vocab_size, reduce_grad_hidden: as in `linear_logprobs`.
-        ids: ``[..., K]`` integers of any type, K from 1 to 512: vocabulary ids of each token, global also when the
+        ids: ``[..., K]`` integers of any type, K from 1 to 512: vocabulary ids of each token, global even when the
             vocabulary is split. -1 stands for no id.
         bias: ``[V]``, this rank's part; bfloat16, float16 or float32. It is added to the products in float32, also
-            under autocast, which does not cast it. Its gradient goes to autograd, whatever ``wgrad`` is. None: no bias.
+            under autocast, which does not cast it. Its gradient is returned to autograd, whatever ``wgrad`` is. None:
+            no bias.
         tp_group: the process group over which the vocabulary is split into parts of the same size. Rank r holds part r.
             All ranks pass the same ``hidden`` and ``ids`` and get bitwise-equal results. None: ``weight`` is the full
             weight.
         temperature: divides the float32 logits. It is a positive number, or a float tensor that broadcasts to ``[...]``
-            (one value per token, or per sequence as ``[b, 1]``), and has no gradient. A tensor's values are checked
-            only on the CPU and outside of ``torch.compile``: they must be positive and finite. Elsewhere a token whose
-            temperature is not gets NaN as results and no gradient, and other tokens are not affected.
+            (one value per token, or per sequence as ``[b, 1]``), and has no gradient. A tensor's values must be
+            positive and finite. They are checked only on the CPU and outside of ``torch.compile``; elsewhere, a token
+            with an invalid temperature gets NaN results and no gradient, and other tokens are unaffected.
         where: the tokens that count: a bool tensor of the shape ``[...]``, or the row indices of the flattened tokens,
-            each at most once (int64 or int32). Other tokens have 0 as results and no gradient, as if all their ids were
-            -1, and cost nothing. The host waits for the GPU to count a bool tensor, but not for an index. None: all
-            tokens count.
-        wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
-            ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
+            without repetitions (int64 or int32). Other tokens have 0 as results and no gradient, as if all their ids
+            were -1, and cost nothing. For a bool tensor, but not for an index, the host waits until the GPU has counted
+            it. None: all tokens count.
+        wgrad: "return" returns the weight's gradient to autograd. "main_grad" rounds it to the weight's dtype, adds it
+            to ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.
         implementation: None or "xla": there are no kernels for this function.
         **unknown: an error; the message names the option that may be meant.
@@ -66,18 +67,18 @@ def linear_logits(
 
     Raises:
         lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. In the first
-            call of a ``tp_group`` also if ranks have parts of the vocabulary of different sizes or with the same
-            columns, or different tokens or options. In later calls, results and gradients are NaN on all
-            ranks: in rows whose ids or temperatures differ between ranks, and in all rows if the sizes differ.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. The first
+            call of a ``tp_group`` also raises if the ranks' vocabulary parts differ in size or overlap, or if the
+            ranks' tokens or options differ. In later calls, such a difference gives NaN results and gradients on all
+            ranks: in rows whose ids or temperatures differ, and in all rows if the sizes differ.
         NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        A few chunks of gathered rows of 32 MiB each, O(T·K), and copies of hidden and dhidden, padded to 128, 512, or
-        the next power of two of tokens from 2048 on (from 32,768 on, also to the numbers halfway between them). The
-        gradient of ``weight`` is as large as the weight.
+        A few chunks of gathered rows of 32 MiB each, O(T·K), and copies of hidden and dhidden, padded to 128, 512, or a
+        power of two of tokens from 2048 on (from 32,768 on, also to sizes halfway between two powers). The gradient of
+        ``weight`` is as large as the weight.
 
     Numerics:
         Every sum is float32, and each gradient is rounded once. Two runs are bitwise equal: the gradients of an id that
@@ -114,22 +115,23 @@ def linear_logits(
 
 
 def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> LogprobOutput:
-    """Returns log-probability and entropy of a softmax over a set of ids, as top-k, top-p or min-p sampling leaves.
+    """Returns log-probability and entropy of a softmax over a set of ids, such as top-k or top-p sampling leaves.
 
-    ``logprobs = z[label] - lse`` with ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])`` and the z of `linear_logits`, and the
-    entropy ``-Σ p ln p`` over the set. This is plain PyTorch, differentiable in ``logits`` any number of times.
+    ``logprobs = z[label] - lse`` with ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, where z are the logits of
+    `linear_logits`. The entropy ``-Σ p ln p`` is over the set. This is plain PyTorch, differentiable in ``logits`` any
+    number of times.
 
     Args:
         logits: ``[..., K]``, the result of `linear_logits` at ``ids``.
-        ids: ``[..., K]``, the set of each token, without repetitions; -1 stands for no id. Write -1 for an id out of
-            vocabulary too.
-        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
+        ids: ``[..., K]``, the set of each token, without repetitions; -1 stands for no id. Also write -1 for an id out
+            of vocabulary.
+        labels: ``[...]`` integers of any type: vocabulary ids, global even when the vocabulary is split.
 
     Returns:
         A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. A logprob
-        is -inf, without a gradient, where the label is not in the set: sampling cannot have drawn it. It is 0, without
-        a gradient, where the label is negative, as in a prompt; so it is in `linear_logprobs`. All are 0 where the set
-        is empty.
+        is -inf, without a gradient, where the label is not in the set, because sampling cannot have drawn it. As in
+        `linear_logprobs`, it is 0, without a gradient, where the label is negative, as in a prompt. All results are 0
+        where the set is empty.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit; the message has their values.

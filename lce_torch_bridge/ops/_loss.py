@@ -12,7 +12,7 @@ from lce_jax.types import loss_signatures, messages, scalars
 from lce_torch_bridge._types import Entropy, LogprobOutput, Tensors, TorchCall, Wgrad, make_call
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Arguments, Options
-from lce_torch_bridge.launched_directly._way import choose_way
+from lce_torch_bridge.launched_directly._launch_with import choose_way
 from lce_torch_bridge.operators import _loss
 from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
 from lce_torch_bridge.ops._mixed_tokens import TokenLosses, make_key, refuse_mixed_tokens
@@ -33,7 +33,7 @@ REFUSED = {
 
 
 @overload
-def linear_loss(  # type: ignore[overload-overlap]  # bool has True in it
+def linear_loss(  # type: ignore[overload-overlap]  # True is a bool
     loss_fn: Callable[..., torch.Tensor], hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
     *per_token: torch.Tensor | float, where: torch.Tensor | None = None, ignore_index: int | None = None,
     wgrad: Wgrad = "return", cotangent: float | None = None, chunk_bytes: int | None = None,
@@ -60,75 +60,77 @@ def linear_loss(
     chunk_bytes: int | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, LogprobOutput]:
-    """Returns Σ loss_fn(logprob, entropy, lse, …) over the tokens, and computes its gradients in the forward.
+    """Returns Σ loss_fn(logprob, entropy, lse, …) over the tokens; the forward also computes its gradients.
 
-    The derivative of a per-token loss is known as soon as the token's results are. So a call that is differentiated
-    computes results, losses and gradients together, one chunk of tokens after another. It recomputes nothing, and
+    The derivative of a per-token loss can be computed as soon as the token's results are known. So a differentiated
+    call computes results, losses and gradients together, one chunk of tokens after another. It recomputes nothing, and
     caches the exponentials of one chunk at a time. A call that is not differentiated is a plain forward. Divide the sum
     by the number of tokens or of sequences, as your objective requires.
 
     Args:
         hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
-        loss_fn: ``loss_fn(logprobs, entropy, lse, *per_token)`` of a chunk's tokens, ``[t]`` each; ``entropy`` is None
-            with ``entropy=False``. It is differentiable PyTorch code that returns ``[t]`` losses. Each loss must depend
-            on the numbers of its own token only, because chunks end anywhere. loss_fn may close over numbers and over
-            tensors without a gradient. Compute a loss that mixes tokens, such as one with a sequence's mean (GSPO),
-            from the results of `linear_logprobs`. The first call of a function also calls it with up to 16 of the
-            tokens, together and in two parts, and raises if the losses differ. A call is a first one if the code of
-            ``loss_fn``, or a name, flag or function that it closes over, is new. torch's random numbers do not change.
-            A function that draws random numbers, or does not repeat itself, is not compared.
-        per_token: further arguments of ``loss_fn``. Pass them by name, ``advantage=...``: a name that ``loss_fn`` does
-            not have, or a missing one, is then an error. Each is a tensor whose shape begins with that of labels, or
-            has 1 in place of a size (``[b, 1]`` for one number per sequence), or is (). Tensors that require a gradient
-            get one. Numbers are passed to ``loss_fn`` unchanged.
-        wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad`` in the backward, in
-            float32 if there are several chunks, as Megatron's gradient-accumulation fusion does, and sets
-            ``grad_added_to_main_grad``.
-        cotangent: the number by which the sum will have been multiplied when the backward begins, if it is known in
-            advance: 1.0 if the sum itself is differentiated, 1 / n for a mean, or the factor of Megatron's schedule.
-            The gradients are computed for this number and rounded once. With ``wgrad="main_grad"`` the forward then
-            adds the weight gradient (dweight) to ``weight.main_grad`` and needs no sum of its own. Run one backward per
-            call, and zero ``main_grad`` before the call. The backward waits for the GPU to compare the actual cotangent
-            with this number. If they differ by at most a relative 1e-6, as other orders of the same products do, the
-            backward scales the gradients that it returns, but not what is already in ``main_grad``. None: any number.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, besides the sum of dweight; a chunk
-            has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All tokens are one
-            chunk if that takes no more memory than several chunks and their sum. None: 1400 MiB.
+        loss_fn: a function ``loss_fn(logprobs, entropy, lse, *per_token)`` of a chunk's tokens, ``[t]`` each;
+            ``entropy`` is None with ``entropy=False``. It is differentiable PyTorch code that returns ``[t]`` losses.
+            Each loss must depend only on the values of its own token, because chunks may end at any token. loss_fn may
+            close over numbers and over tensors without a gradient. Compute a loss that mixes tokens, such as GSPO's
+            with a sequence's mean, from the results of `linear_logprobs`. This is checked when a function is new: its
+            losses of up to 16 tokens are computed in one call and again in two parts, and a difference raises. A
+            function is new if its code, or a name, flag or function that it closes over, has not been seen. The check
+            leaves torch's random state unchanged, and skips functions that draw random numbers or return other losses
+            when called again.
+        per_token: further arguments of ``loss_fn``. If you pass them by name, such as ``advantage=...``, unknown and
+            missing names are errors. Each is a tensor whose shape begins with labels' shape, may have 1 in place of a
+            size (``[b, 1]`` for one value per sequence), or is (). Tensors that require a gradient get one. Python
+            numbers are passed to ``loss_fn`` unchanged.
+        wgrad: "return" returns the weight's gradient to autograd. "main_grad" adds it to ``weight.main_grad`` in the
+            backward, as Megatron's gradient-accumulation fusion does, and sets ``grad_added_to_main_grad``. With
+            several chunks, the sum that is added is float32.
+        cotangent: the derivative of the final loss with respect to the returned sum, if it is known in advance: 1.0 if
+            the sum itself is differentiated, 1 / n for a mean, or the factor of Megatron's schedule. The gradients are
+            computed for this cotangent and rounded once. With ``wgrad="main_grad"`` the forward then adds the weight
+            gradient (dweight) to ``weight.main_grad`` and needs no sum of its own. Run one backward per call, and zero
+            ``main_grad`` before the call. The backward waits until the GPU has compared the actual cotangent with this
+            one. If they differ by at most a relative 1e-6, as another order of the same products would cause, the
+            backward scales the gradients that it returns, but not what is already in ``main_grad``. None: any
+            cotangent.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, not counting the float32 sum of
+            dweight; a chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
+            tokens are one chunk if this takes no more memory than several chunks and their sum. None: 1400 MiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold``, ``logit_floor``,
             ``implementation`` and ``lora``, as in `linear_logprobs`. All other names are arguments of ``loss_fn``.
 
     Returns:
-        The sum over the unmasked tokens, float32, and a `LogprobOutput` for metrics, through which no gradient flows.
+        The float32 sum over the unmasked tokens, and a `LogprobOutput` for metrics, which has no gradient.
 
     Raises:
         lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. Also if
-            loss_fn does not return one floating-point number per token, mixes tokens, or closes over a tensor that
-            requires a gradient. And, in the backward, if the cotangent is not the one that was passed.
-        Exception: what loss_fn raises. If the forward has added gradients to ``weight.main_grad`` before, a note of the
-            exception says of how many tokens.
-        NotImplementedError: under ``create_graph=True``, inside a transform of ``torch.func``, and for tensors without
+            loss_fn does not return one floating-point value per token, mixes tokens, or closes over a tensor that
+            requires a gradient. The backward raises if the actual cotangent is not ``cotangent``.
+        Exception: any exception of loss_fn. If gradients have already been added to ``weight.main_grad``, a note on the
+            exception says for how many tokens.
+        NotImplementedError: with ``create_graph=True``, inside a transform of ``torch.func``, and for tensors without
             values (meta, fake).
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        A call that is differentiated holds ``chunk_bytes`` and O(T) besides the gradients, which exist from the forward
-        on. Several chunks also take a float32 dweight, V·H·4 bytes. With ``cotangent`` and ``wgrad="main_grad"``
-        nothing holds dweight, if ``main_grad`` is float32 and the kernels are launched directly (`explain`).
+        A differentiated call holds ``chunk_bytes``, O(T), and the gradients, which exist from the forward on. Several
+        chunks also take a float32 dweight of V·H·4 bytes. With ``cotangent`` and ``wgrad="main_grad"``, dweight takes
+        no memory of its own if ``main_grad`` is float32 and the kernels are launched directly (see `explain`).
 
     Numerics:
-        dweight of several chunks is summed in float32, multiplied by the sum's cotangent (1/n for a mean) and rounded
-        once. dhidden, and dweight of a single chunk, are rounded before and after that product. A cotangent that is a
-        power of two changes no digit, and 1 takes no time. For any other cotangent, ``cotangent`` or a ``loss_fn`` that
-        scales its losses avoids the second rounding.
-        float16 gradients are rounded only after the product, because loss scaling must come first. The derivatives of
-        the logits are rounded to float16 before it. A power of two scales them below 2^15, and those that are 2^39
-        times smaller than the largest one are 0. Two runs are bitwise equal.
+        With several chunks, dweight is summed in float32, multiplied by the sum's cotangent (1/n for a mean) and
+        rounded once. dhidden, and dweight of a single chunk, are rounded before and after that product. Multiplying by
+        a power of two is exact, and 1 takes no time. For any other cotangent, pass ``cotangent`` or let ``loss_fn``
+        scale its losses to avoid the second rounding. float16 gradients are rounded only after multiplying by the
+        cotangent, because loss scaling must come first. The logits' derivatives are rounded to float16 before that: a
+        power of two scales them below 2^15, and derivatives 2^39 times smaller than the largest one become 0. Two runs
+        are bitwise equal.
 
     Compilation:
-        ``torch.compile`` leaves the call out of its graphs. Inside an activation checkpoint the first forward computes
-        and saves no gradients, and the head takes four products in all. Outside of the checkpoint it takes three.
+        ``torch.compile`` leaves the call out of its graphs. Inside an activation checkpoint the first forward neither
+        computes nor saves gradients, and the head takes four matrix products in all instead of three.
 
     Example:
         >>> import torch
@@ -195,9 +197,9 @@ def _make_error(
     is_in_main_grad: bool,
     reason: str,
 ) -> ValueError:
-    """Returns the error of a ``loss_fn`` that mixes tokens.
+    """Returns the error for a ``loss_fn`` that mixes tokens.
 
-    With ``is_in_main_grad`` the forward has added gradients to main_grad.
+    ``is_in_main_grad``: whether the forward has added gradients to ``weight.main_grad``.
     """
     mask = "where"
     if where is not None and where.dtype != torch.bool:
@@ -245,20 +247,20 @@ def sum_losses(
 
 
 def resolve_chunk_bytes(chunk_bytes: int | None) -> int:
-    """Returns the bytes of a chunk that an option stands for."""
+    """Returns the value of ``chunk_bytes``, or its default for None."""
     return CHUNK_BYTES if chunk_bytes is None else chunk_bytes
 
 
 def choose_chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: TorchCall) -> int:
-    """Returns the number of rows of a chunk: as many as fit.
+    """Returns the number of tokens in a chunk: as many as fit.
 
-    The products take the same time for any chunks, and each chunk also reads and writes the float32 sum of dweight. So
-    the cost is the number of chunks. More bytes never make more chunks.
+    The products take the same time for chunks of any size, but each chunk also reads and writes the float32 sum of
+    dweight, so fewer chunks are faster. More bytes never make more chunks.
 
-    A single chunk needs no float32 sum, which is larger than dweight: dweight is computed after the exponentials. So
-    all tokens are one chunk if their exponentials take at most ``chunk_bytes`` and what the sum takes beyond dweight.
-    That is faster and takes less memory. It does not apply if there is a sum in any case, if no exponentials are
-    cached, or on a CPU, where exponentials are float32.
+    A single chunk needs no float32 sum: it computes dweight, which is smaller, from the cached exponentials. So all
+    tokens are one chunk if their exponentials take at most ``chunk_bytes`` plus the bytes that the sum would take
+    beyond dweight. This is faster and takes less memory. The extra bytes are not granted if a sum is needed anyway, if
+    no exponentials are cached, or on a CPU, where exponentials are float32.
     """
     on_cpu, max_bytes = weight.device.type == "cpu", resolve_chunk_bytes(chunk_bytes)
     row_bytes = weight.shape[0] * (4 if on_cpu else weight.element_size())
@@ -270,7 +272,7 @@ def choose_chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None
 
 
 def _refuse_recomputation(plan: LossPlan) -> None:
-    """Refuses to add to main_grad in a backward, where an activation checkpoint runs the forward a second time."""
+    """Refuses to add to main_grad inside a backward, where an activation checkpoint runs the forward a second time."""
     if plan.target is not None and _device.current_graph_task_id() != -1:
         raise NotImplementedError(
             f"linear_loss(wgrad='main_grad', cotangent={plan.cotangent!r}) adds to main_grad as it runs, and this is a "
@@ -280,7 +282,7 @@ def _refuse_recomputation(plan: LossPlan) -> None:
 
 
 def _flatten_per_token(name: str, y: Any, arguments: Arguments, rows: torch.Tensor | None) -> torch.Tensor:
-    """Returns a per-token argument of the unmasked tokens, flat."""
+    """Checks a per-token argument, and returns its values for the unmasked tokens, flattened."""
     labels = arguments.labels
     (plain,) = _dtensor.tokens(**{name: y})
     full = _checks.expand_per_token(name, plain, arguments.hidden, labels)

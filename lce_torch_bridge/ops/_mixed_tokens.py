@@ -1,10 +1,10 @@
-"""The check that a ``loss_fn`` does not mix tokens: each loss must depend on the numbers of its own token only.
+"""The check that a ``loss_fn`` does not mix tokens: each loss must depend only on the values of its own token.
 
-Chunks of tokens end anywhere, so a mean over tokens would be a mean over a chunk. After the first call of a function,
-the losses of a few tokens are computed together and in two parts, and compared. If the function takes only all tokens
-of the call, it is called with all of them twice, with other numbers for every second token. A call is a first one if
-the function's code, or a name, flag or function that it closes over, is new. So a lambda that each step makes anew is
-one function.
+Chunks may end at any token, so a mean over tokens would be a mean over a chunk. After the first call of a function, the
+losses of a few tokens are computed in one call and again in two parts, and compared. If the function fails on a few
+tokens, it is called twice with all tokens instead, the second time with changed values for every second token. A
+function is new if its code, or a name, flag or function that it closes over, has not been seen. So a lambda that is
+recreated in each step is compared only once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 
 from lce_torch_bridge.tensors import _device
 
-MOST = 16  # tokens that are compared: pairs of neighbours, from everywhere in the call
-FIRST = 3  # tokens in the first part, so that it divides a pair
-MOVE = 3.0  # nats, by which results are moved at most
-CLOSE = 2.0**-6  # relative: products inside may be rounded to bfloat16 differently for other numbers of tokens
-MOST_KNOWN = 1024  # functions
+MOST = 16  # how many tokens are compared: pairs of neighbours, spread over the call
+FIRST = 3  # the number of tokens in the first part; odd, so that it divides a pair
+MOVE = 3.0  # nats; the largest change of results
+CLOSE = 2.0**-6  # relative: bfloat16 products in loss_fn may round differently for other numbers of tokens
+MOST_KNOWN = 1024  # how many functions are remembered
 
-NAMES = (str, bool, types.NoneType, enum.Enum, type)  # values that choose a path through a function
+NAMES = (str, bool, types.NoneType, enum.Enum, type)  # values on which a function may branch
 NUMBERS = (float, int, torch.Tensor)
 EMPTY_CELL = types.CellType()
 
@@ -37,13 +37,14 @@ _compared: set[Hashable] = set()
 def refuse_mixed_tokens(
     key: Hashable, device: torch.device, losses: Callable[[], TokenLosses], refusal: Callable[[str], ValueError]
 ) -> None:
-    """Refuses the function with this `make_key` if the loss of a token depends on other tokens. Compares once.
+    """Refuses a function if the loss of a token depends on other tokens. Compares once for each ``key`` (`make_key`).
 
-    A function that draws random numbers or does not repeat itself is not compared. torch's random numbers do not
-    change. During a capture of a CUDA graph, and while operators are recorded, nothing is compared.
+    A function that draws random numbers, or returns other losses when called again, is not compared. torch's random
+    state is unchanged afterwards. During the capture of a CUDA graph, and while operators are traced, nothing is
+    compared.
 
     Raises:
-        ValueError: ``refusal`` of the difference between two losses.
+        ValueError: two losses differ. ``refusal`` makes the error from a description of the difference.
     """
     if key in _compared or _device.is_traced():
         return
@@ -64,14 +65,14 @@ def refuse_mixed_tokens(
 def _compare(
     token_losses: TokenLosses, draws_numbers: Callable[[], bool], refusal: Callable[[str], ValueError]
 ) -> bool | torch.Tensor:
-    """Whether the comparison was conclusive. It is not if all losses are 0, for example because all advantages are."""
+    """Compares losses. Returns whether this was conclusive: not if all losses are 0, such as if all advantages are."""
     for compute in (token_losses.split_tokens, token_losses.move_other_tokens):
         try:
             together, apart, change = compute()
             differs = _differ(together, apart)
             # The host waits here.
             repeats = not draws_numbers() and (not differs.any() or _are_same(compute(), (together, apart)))
-        except Exception:  # loss_fn may reshape the tokens, or close over a tensor of all tokens
+        except Exception:  # such as a loss_fn that reshapes tokens, or closes over a tensor of all tokens
             continue
         if not repeats:
             return True
@@ -82,14 +83,14 @@ def _compare(
     return True
 
 
-type Compared = tuple[torch.Tensor, torch.Tensor, str]  # losses of some tokens, computed twice, and the difference
+type Compared = tuple[torch.Tensor, torch.Tensor, str]  # losses, the same computed again, and how
 
 
 @dataclasses.dataclass
 class TokenLosses:
-    """Computes losses of tokens of a call again."""
+    """Recomputes losses of some tokens of a call, under changed conditions."""
 
-    compute: Callable[..., torch.Tensor]  # takes results by name, and per-token arguments
+    compute: Callable[..., torch.Tensor]  # takes a dict of results, and per-token arguments
     fields: Mapping[str, torch.Tensor]  # [T]
     per_token: Collection[torch.Tensor]  # [T, ...]
     differentiable: Collection[str]  # the names of results that the call differentiates
@@ -100,10 +101,10 @@ class TokenLosses:
         return len(self.fields["lse"])
 
     def split_tokens(self) -> Compared:
-        """Returns losses of a few tokens, computed together and in two parts.
+        """Returns the losses of a few tokens, computed twice: in one call, and split into two calls.
 
-        Results of the first part are moved up, and of the second part down. Equal results, such as ratios of a policy
-        that has not moved, would equal their own mean.
+        Before that, results are moved by different amounts, up in the first part and down in the second. Otherwise
+        equal results, such as the ratios of an unchanged policy, would equal their own mean.
         """
         count, device = min(self.tokens, MOST), self.fields["lse"].device
         rows = places = torch.arange(count, device=device)
@@ -118,7 +119,7 @@ class TokenLosses:
         return together, apart, f"where {count} tokens are divided into {first} and {count - first}"
 
     def move_other_tokens(self) -> Compared:
-        """Returns losses of every second token, before and after all real numbers of the other tokens are moved."""
+        """Returns the losses of every second token, before and after all floats of the other tokens are changed."""
         rows = torch.arange(self.tokens, device=self.fields["lse"].device)
         together, apart = (
             self._compute_losses(rows, moves, -moves / 2)[::2] for moves in (rows % 2 * 0.0, rows % 2 * -MOVE)
@@ -128,13 +129,13 @@ class TokenLosses:
     def _compute_losses(
         self, rows: torch.Tensor, moves: torch.Tensor, argument_moves: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns losses of some rows, from copies: loss_fn may overwrite its arguments and earlier results."""
+        """Returns the losses of some rows, from copies, because loss_fn may overwrite its arguments."""
         fields = {name: x.detach()[rows] for name, x in self.fields.items()}
         for name, x in fields.items():
             if name == "logprobs":
-                fields[name] = torch.minimum(x + moves, x.clamp(min=0))  # probabilities stay at most 1
+                fields[name] = torch.minimum(x + moves, x.clamp(min=0))  # so that probabilities stay at most 1
             elif name in ("entropy", "lse"):
-                fields[name] = x + MOVE + moves  # and entropies at least 0
+                fields[name] = x + MOVE + moves  # so that entropies stay at least 0
         arguments = [x.detach()[rows] for x in self.per_token]
         if argument_moves is not None:
             arguments = [
@@ -149,7 +150,7 @@ class TokenLosses:
 
 @contextlib.contextmanager
 def _keep_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Restores torch's generators at the end. Yields a function that tells whether they have drawn numbers."""
+    """Restores torch's random state on exit. Yields a function that says whether random numbers were drawn."""
     states: list[Callable[[], torch.Tensor]] = [torch.get_rng_state]
     if device.type == "cuda":
         states.append(functools.partial(torch.cuda.get_rng_state, device))
@@ -159,7 +160,7 @@ def _keep_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def _differ(together: torch.Tensor, apart: torch.Tensor) -> torch.Tensor:
-    """Returns which losses differ by more than rounding."""
+    """Returns a mask of the losses that differ by more than rounding."""
     size = together.abs().nan_to_num(0.0, 0.0)
     near = (together - apart).abs() <= CLOSE * (size + size.mean())
     return ~(near | (together == apart) | (together.isnan() & apart.isnan()))
@@ -170,9 +171,9 @@ def _are_same(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 
 def make_key(function: Any, numbers: Iterable[Any] = ()) -> Hashable:
-    """Returns a key of a function: its code, and the names, flags and functions that it closes over.
+    """Returns a key for a function, made of its code and of the names, flags and functions that it closes over.
 
-    Tensors and other numbers are left out, because they change from step to step.
+    Tensors and numbers are left out, because they change from step to step.
     """
     return _make_key_part(function, set()), *(x for x in numbers if x is True or x is False)
 
@@ -192,6 +193,6 @@ def _make_key_part(x: Any, seen: set[int]) -> Hashable:
             [x.func, *x.args, *x.keywords.values()] if isinstance(x, functools.partial) else [x.__func__, x.__self__]
         )
         return type(x), *[_make_key_part(part, seen) for part in parts]
-    # An object, such as a module or a configuration: its attributes, but not theirs.
+    # An object, such as a module or a configuration: only its direct attributes.
     attributes = x.values() if isinstance(x, dict) else getattr(x, "__dict__", {}).values()
     return type(x), *[y for y in attributes if isinstance(y, NAMES)]

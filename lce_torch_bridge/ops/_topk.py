@@ -31,12 +31,12 @@ def linear_topk(
     implementation: str | tuple[str, ...] | None = None,
     **unknown: Never,
 ) -> TopK:
-    """Returns the k most likely ids and their log-probabilities: the teacher's part of a distillation.
+    """Returns each token's k most likely ids and their log-probabilities, for example a teacher's for distillation.
 
-    They are exactly the k largest of ``logprobs[v] = z[v] - ln Σ_u exp(z[u])``, the largest first, with
-    ``z = cap(logit_scale · (hidden · weight + bias)) / temperature`` in float32. Of equal logits the smaller id comes
-    first. No gradient flows through the results. For a gradient, pass the ids to
-    ``linear_logprobs(..., candidates=ids)``.
+    The log-probabilities are exactly the k largest of ``logprobs[v] = z[v] - ln Σ_u exp(z[u])``, the largest first,
+    with ``z = cap(logit_scale · (hidden · weight + bias)) / temperature`` in float32. Of equal logits the smaller id
+    comes first. No gradient flows through the results. For a gradient, pass the ids to ``linear_logprobs(...,
+    candidates=ids)``.
 
     Args:
         hidden, weight, logit_scale, logit_softcap: as in `linear_logprobs`.
@@ -46,14 +46,14 @@ def linear_topk(
         tp_group: the process group over which the vocabulary is split into parts of the same size. Rank r holds part r.
             All ranks pass the same ``hidden`` and get bitwise-equal results. None: ``weight`` is the full weight.
         temperature: divides the float32 logits. It is a positive number, or a float tensor that broadcasts to ``[...]``
-            (one value per token, or per sequence as ``[b, 1]``). A tensor's values are checked only on the CPU and
-            outside of ``torch.compile``: they must be positive and finite. Elsewhere a token whose temperature is not
-            gets ids of -1 and NaN, and other tokens are not affected.
-        vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding, which is
-            never among the results. None: every column counts.
+            (one value per token, or per sequence as ``[b, 1]``). A tensor's values must be positive and finite. They
+            are checked only on the CPU and outside of ``torch.compile``; elsewhere, a token with an invalid temperature
+            gets ids of -1 and NaN results, and other tokens are unaffected.
+        vocab_size: the true size of the vocabulary of all ranks together. Columns from ``vocab_size`` on are padding,
+            which is never among the results. None: every column counts.
         where: the tokens that count: a bool tensor of the shape ``[...]``, or the row indices of the flattened tokens,
-            each at most once (int64 or int32). Other tokens have ids of -1 and zeros, and cost nothing. The host waits
-            for the GPU to count a bool tensor, but not for an index. None: all tokens count.
+            without repetitions (int64 or int32). Other tokens have ids of -1, other results of 0, and cost nothing. For
+            a bool tensor, but not for an index, the host waits until the GPU has counted it. None: all tokens count.
         implementation: None or "xla": there are no kernels for this function, because XLA's product is as fast.
         **unknown: an error; the message names the option that may be meant.
 
@@ -62,21 +62,21 @@ def linear_topk(
 
     Raises:
         lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. In the first
-            call of a ``tp_group`` also if ranks have parts of the vocabulary of different sizes or with the same
-            columns, or different tokens or options. In later calls, lse and logprobs are NaN and ids are
-            -1 on all ranks: in rows whose temperatures differ between ranks, and in all rows if the sizes differ.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. The first
+            call of a ``tp_group`` also raises if the ranks' vocabulary parts differ in size or overlap, or if the
+            ranks' tokens or options differ. In later calls, such a difference gives ids of -1 and NaN in lse and
+            logprobs on all ranks: in rows whose temperatures differ, and in all rows if the sizes differ.
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The logits of one chunk of tokens, 160 MiB or 256 tokens, whichever is more (on a CPU 32 MiB or 128 tokens),
-        O(T·k), and a copy of hidden, padded to 128, 512, or the next power of two of tokens from 2048 on (from 32,768
-        on, also to the numbers halfway between them).
+        The logits of one chunk of tokens (160 MiB or 256 tokens, whichever is more; on a CPU 32 MiB or 128 tokens),
+        O(T·k), and a copy of hidden, padded to 128, 512, or a power of two of tokens from 2048 on (from 32,768 on, also
+        to sizes halfway between two powers).
 
     Numerics:
         float32 products are as exact as ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` asks. With
-        ``tp_group``, one all-gather of 2k + 2 numbers per token collects each rank's k largest. They are merged by
-        logits that are computed once more as dot products, so logits that differ only by rounding may change places.
+        ``tp_group``, one all-gather of 2k + 2 values per token collects each rank's k largest. To merge them, their
+        logits are computed once more as dot products, so logits that differ only by rounding may change their order.
 
     Example:
         >>> import torch

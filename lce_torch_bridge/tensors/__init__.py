@@ -1,1 +1,1 @@
-"""Tensors, devices and groups of ranks, as used by passes through JAX and by passes that launch kernels directly."""
+"""Helpers for tensors, devices and groups of ranks, which direct launches and programs of JAX share."""

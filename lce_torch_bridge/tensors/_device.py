@@ -1,15 +1,15 @@
-"""Devices, tensors as kernels read them, and what torch is doing while a call runs.
+"""Descriptions of devices, checks of tensors' memory, and queries of torch's state while a call runs.
 
-- `describe_device` and `launch_refusal` describe a device to `lce_jax`, and say whether kernels are launched on it.
+- `describe_device` and `launch_refusal` describe a device to `lce_jax`, and say whether kernels can be launched on it.
 - `check_readable` and `make_usable` check a tensor before kernels read it by its address: that it is dense, has memory,
-  and has no negative or conjugate bit. torch does not check this. Some of its own kernels read freed memory, and a
-  tensor with one of these bits has other values than its memory holds.
-- The others tell whether a call is traced, recorded for a backward, inside a checkpoint, or run again.
+and has no negative or conjugate bit. torch does not check this: some of its own kernels read freed memory, and the
+values of a tensor with one of these bits differ from the values in its memory. - Other functions say whether a call is
+traced, recorded for a backward, inside a checkpoint, or run again.
 
-This module holds most private names of torch that the bridge uses; they exist in torch 2.11 and 2.14.1. Either no
-public function gives the same information, or it takes several times as long and is used only if the private name is
-missing. The other private names are used in `_weight`, `deferred._tensor` and `megatron._hooks`, and JAX's in
-`through_jax._runtime`.
+This module has most of torch's private names that the bridge uses; they exist in torch 2.11 and 2.14.1. Either no
+public function gives the same information, or the public one takes several times as long and is used only if the
+private name is missing. Other private names of torch are used in `_weight`, `deferred._tensor` and `megatron._api`, and
+JAX's private names in `through_jax._dlpack` and `through_jax._runtime`.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from torch._C import _autograd, _functorch
 from lce_jax.run import kernels
 from lce_torch_bridge._types import PLAIN
 
-ALIGNMENT = 16  # bytes, which TMA needs
+ALIGNMENT = 16  # bytes, as TMA requires
 GATHER = (
     "If it is a sharded parameter, gather it until the backward is over: make the call inside the forward of the FSDP "
     "module that holds it, or write `with deepspeed.zero.GatheredParameters([weight]):` around call and backward; "
     "without a backward, FullyShardedDataParallel.summon_full_params does as well. FSDP2's DTensor is gathered here: "
     "pass it itself, not its to_local()"
 )
-is_batched: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor  # made by is_grads_batched=True
+is_batched: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor  # from is_grads_batched=True
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
 top_hooks: Any = _autograd._top_saved_tensors_default_hooks  # None if no hooks change what autograd saves
 will_be_run: Callable[[Any], bool] = torch._C._will_engine_execute_node  # whether this backward will run a node
-RECORDING = (  # modules whose dispatch modes trace, or remember results
+RECORDING = (  # modules whose dispatch modes trace operators or cache their results
     "torch.fx.experimental.proxy_tensor",
     "torch._subclasses.fake_tensor",
     "torch._subclasses.functional_tensor",
     "torch.utils.checkpoint",
 )
-FIRST_FORWARD_HOOK = "_checkpoint_hook."  # in torch.utils.checkpoint; the second forward has _recomputation_hook
+FIRST_FORWARD_HOOK = "_checkpoint_hook."  # in torch.utils.checkpoint; the second forward uses _recomputation_hook
 
 
 def not_compiled[**P, R](reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator that makes ``torch.compile`` run a function in Python. The reason appears in its messages."""
+    """Returns a decorator that makes ``torch.compile`` run a function in Python. Its messages give the reason."""
     return torch.compiler.disable(reason=reason)
 
 
@@ -68,7 +68,7 @@ def _describe_gpu(index: int) -> kernels.Device:
 
 
 def launch_refusal(device: torch.device) -> str | None:
-    """Returns why no kernel can be launched on ``device``; None if kernels can."""
+    """Returns why no kernel can be launched directly on ``device``; None if kernels can be."""
     described = describe_device(device)
     if described is None:
         return f"{device} is no CUDA device of this machine"
@@ -81,23 +81,23 @@ def describe_tensor(x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """Returns JAX's name of a dtype."""
+    """Returns JAX's name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def make_usable(x: torch.Tensor) -> torch.Tensor:
-    """Returns ``x``, or a copy of it, that kernels can read: contiguous and aligned."""
+    """Returns ``x`` if kernels can read it, because it is contiguous and aligned; else a copy that they can read."""
     fits = x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def is_usable(x: torch.Tensor) -> bool:
-    """Whether kernels can read and write ``x`` without a copy."""
+    """Whether kernels can read and write ``x`` itself, without a copy."""
     return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
 def check_readable(name: str, x: Any) -> Any:
-    """Returns a tensor without negative and conjugate bits, after checking its memory. Returns other objects unchanged.
+    """Checks a tensor's memory, and returns it without negative and conjugate bits. Returns other objects unchanged.
 
     Raises:
         TypeError: the tensor is sparse or nested.
@@ -112,15 +112,15 @@ def check_readable(name: str, x: Any) -> Any:
     if x.layout is not torch.strided:
         raise TypeError(f"{name} {tuple(x.shape)} must be dense, got {x.layout}: pass {name}.to_dense()")
     if torch.compiler.is_compiling() or type(x) not in PLAIN or _functorch.is_functorch_wrapped_tensor(x):
-        return x  # the tensor inside is checked where the call is computed
-    is_partitioned = name in ("weight", "bias") and x.shape == (0,)  # ZeRO-3 leaves such a tensor on the rank
+        return x  # the inner tensor is checked when the call is computed
+    is_partitioned = name in ("weight", "bias") and x.shape == (0,)  # what ZeRO-3 leaves of a parameter
     if is_partitioned or (x.numel() and not x.untyped_storage().nbytes()):
         raise RuntimeError(f"{name} {tuple(x.shape)} has no memory, because it was {_freed_by(x)}. {GATHER}")
     return x.resolve_neg().resolve_conj()
 
 
 def _freed_by(x: torch.Tensor) -> str:
-    """Returns what removed a tensor's memory. ZeRO-3 marks a parameter that it has partitioned."""
+    """Says how a tensor lost its memory. A parameter that ZeRO-3 has partitioned has special attributes."""
     full_shape = getattr(x, "ds_shape", None)
     if full_shape is None:
         return "freed"
@@ -128,7 +128,7 @@ def _freed_by(x: torch.Tensor) -> str:
 
 
 def is_readable(x: Any) -> bool:
-    """Whether ``x`` certainly needs no `check_readable`, or is nested. Fast. Not for use while torch compiles."""
+    """Whether ``x`` can skip `check_readable`, by a fast test. True for nested tensors. Not for torch.compile."""
     if type(x) not in PLAIN:
         return False
     try:
@@ -138,15 +138,14 @@ def is_readable(x: Any) -> bool:
 
 
 def nothing_watches() -> bool:
-    """Whether nothing traces, transforms or counts operators. A call then uses none: each costs the host time."""
+    """Whether nothing traces, transforms or counts operators. A call then skips operators, which take host time."""
     return not (is_traced() or torch._C._len_torch_dispatch_stack() or _autograd._profiler_enabled())
 
 
 def is_traced() -> bool:
-    """Whether the operators of this call are recorded, transformed, or remembered by a selective checkpoint.
+    """Whether the operators of this call are recorded, transformed, or cached by a selective checkpoint.
 
-    Modes that only count operators do not matter here. A checkpoint may run a call twice, and only its first run is
-    counted.
+    Modes that only count operators do not count as tracing.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state():
         return True
@@ -155,7 +154,7 @@ def is_traced() -> bool:
 
 
 def cache_results[R](function: Callable[..., R]) -> Callable[..., R]:
-    """Decorates a function so that results are cached by the arguments, to save the host's time. Not while traced."""
+    """Decorates a function to cache its results by the arguments, except while torch traces, which saves host time."""
     cached = functools.lru_cache(maxsize=1024)(function)
 
     @functools.wraps(function)
@@ -166,47 +165,48 @@ def cache_results[R](function: Callable[..., R]) -> Callable[..., R]:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Returns the dtype of the autocast context for a type of device; None outside of a context."""
+    """Returns the dtype of the autocast context for a device type; None outside of a context."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def is_differentiated(*operands: torch.Tensor | None) -> bool:
-    """Whether autograd records a call with these operands."""
+    """Whether autograd would record a call with these operands."""
     return torch.is_grad_enabled() and bool([x for x in operands if x is not None and x.requires_grad])
 
 
 def will_be_recomputed() -> bool:
     """Whether a non-reentrant activation checkpoint drops what autograd saves now, and will run this forward again.
 
-    Only the innermost hooks count. If they save tensors, as ``save_on_cpu`` does, the checkpoint drops nothing.
+    Only the innermost saved-tensor hooks count. If they save tensors, like ``save_on_cpu``, the checkpoint drops
+    nothing.
     """
     hooks = top_hooks(False)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(FIRST_FORWARD_HOOK)
 
 
 def checkpoint_hook() -> Any:
-    """Returns the pack hook of the non-reentrant checkpoint that is running, in its first or second run; else None."""
+    """Returns the pack hook of the current non-reentrant checkpoint, in its first or second run; None without one."""
     hooks = None if torch.compiler.is_compiling() else top_hooks(False)
     pack = None if hooks is None else hooks[0]
     return pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether a tensor needs operators: it is a subclass, on the meta device, or a batch of is_grads_batched=True."""
+    """Whether a tensor needs operators: a subclass, a meta tensor, or a batch of is_grads_batched=True."""
     return bool([x for x in tensors if x is not None and (type(x) not in PLAIN or x.is_meta or is_batched(x))])
 
 
 def graph_is_kept() -> bool:
-    """Whether another backward may follow over the same graph (``retain_graph``)."""
+    """Whether another backward may run over the same graph, because of ``retain_graph``."""
     keep_graph = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
     return keep_graph is None or bool(keep_graph())
 
 
 @contextlib.contextmanager
 def lock_backward(node: Any) -> Iterator[None]:
-    """Locks the backward of ``node``, a Function's ``ctx``, against other threads: it may write to saved tensors.
+    """Lets one thread at a time run the backward of ``node``, a Function's ``ctx``, which may write to saved tensors.
 
-    Threads that differentiate the same graph share its saved tensors. A backward that has written to them sets
+    Threads that differentiate the same graph share its saved tensors. A backward that has written to them must set
     ``node.is_spent``.
 
     Raises:
@@ -225,7 +225,7 @@ def lock_backward(node: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disable_hooks() -> Iterator[None]:
-    """Disables hooks on what autograd saves. A checkpoint's hook would run the head again for each chunk's loss_fn."""
+    """Disables saved-tensor hooks. A checkpoint's hook would otherwise rerun the head for each chunk's loss_fn."""
     hooks: list[Any] = []
     while (top := top_hooks(False)) is not None:
         hooks.append(top)
@@ -238,8 +238,8 @@ def disable_hooks() -> Iterator[None]:
 
 
 def fsdp2_groups() -> Iterator[tuple[torch.nn.Module, Any]]:
-    """Yields each module of FSDP2 with each group of its parameters."""
-    from torch.distributed._composable_state import _module_state_mapping  # no public function finds the module
+    """Yields pairs of an FSDP2 module and one of its parameter groups."""
+    from torch.distributed._composable_state import _module_state_mapping  # no public function returns the modules
 
     for module, reference in list(_module_state_mapping.items()):
         state = reference()
@@ -249,12 +249,12 @@ def fsdp2_groups() -> Iterator[tuple[torch.nn.Module, Any]]:
 
 @contextlib.contextmanager
 def unshard_weight(weight: torch.Tensor) -> Iterator[None]:
-    """Gathers a parameter that FSDP2 freed after its module's forward. It is freed at the end, or by the backward.
+    """Gathers a parameter that FSDP2 freed after its module's forward. It is freed again on exit, or by the backward.
 
     Raises:
-        RuntimeError: the memory was freed by something other than FSDP2.
+        RuntimeError: something other than FSDP2 has freed the memory.
     """
-    if torch.compiler.is_compiling() or weight.untyped_storage().nbytes():  # a graph cannot read a storage
+    if torch.compiler.is_compiling() or weight.untyped_storage().nbytes():  # a compiled graph cannot read a storage
         yield
         return
     module = _find_fsdp2_module(weight)
@@ -270,7 +270,7 @@ def unshard_weight(weight: torch.Tensor) -> Iterator[None]:
 
 
 def _find_fsdp2_module(weight: torch.Tensor) -> Any:
-    """Returns the module of FSDP2 to which a gathered ``weight`` belongs; None if there is none."""
+    """Returns the FSDP2 module that owns a gathered ``weight``; None if there is none."""
     for module, group in fsdp2_groups():
         if any(getattr(each, "_unsharded_param", None) is weight for each in group.fsdp_params):
             return module

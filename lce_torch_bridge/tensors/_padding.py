@@ -1,12 +1,12 @@
-"""Padded numbers of rows, so that calls with different numbers of tokens share few compiled programs.
+"""Padding of the number of rows, so that calls with different numbers of tokens share few compiled programs.
 
-The forward through JAX processes the tokens in pieces of `FORWARD_ROWS`, the last one padded, so it needs one program.
-The backward processes all tokens at once, because dweight is a sum over them that is rounded once. Its sizes are 128,
-512, powers of two from 2,048 on, and from 32,768 on also the numbers half-way between powers: 6 programs up to 16,384
-tokens and 11 up to 131,072. A forward that saves a cache also processes all tokens at once, with the same sizes. So do
-kernels that are launched directly (`launched_directly`), which do not read padding.
+The forward through JAX processes the tokens in pieces of `FORWARD_ROWS` rows, the last piece padded, so it needs one
+program. The backward processes all tokens at once, because dweight is a sum over all tokens that is rounded once. Its
+sizes are 128, 512, powers of two from 2,048 on, and from 32,768 on also the sizes half-way between powers: 6 programs
+up to 16,384 tokens and 11 up to 131,072. The same sizes apply to a forward that saves a cache, which also processes all
+tokens at once, and to kernels that are launched directly (`launched_directly`), which do not read padding.
 
-Programs skip blocks of padding. Padding costs memory: at most as much as the rows, and half as much from 32,768 on.
+Programs skip blocks of padding. Padding takes at most as much memory as the rows, and from 32,768 rows on half as much.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 FORWARD_ROWS = 8192
-FEW = (128, 512)  # sizes for few tokens
+FEW = (128, 512)  # the sizes for few tokens
 SMALLEST = 2048  # the smallest of the other sizes
 HALFWAY_FROM = 32768
 
@@ -25,11 +25,11 @@ class Piece(NamedTuple):
     """Tokens that one run of a program processes."""
 
     tokens: slice
-    rows: int  # of the program, with padding
+    rows: int  # the number of rows of the program, including padding
 
 
 def pieces(tokens: int, at_once: bool) -> list[Piece]:
-    """Returns the pieces in which the forward processes ``tokens`` tokens."""
+    """Divides ``tokens`` tokens into the pieces that a forward processes."""
     if at_once:
         return [Piece(slice(0, tokens), size(tokens))]
     starts = range(0, tokens, FORWARD_ROWS)
@@ -68,7 +68,7 @@ def round_down(rows: int) -> int:
 
 
 def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns ``x`` with uninitialised rows appended, up to ``rows``; ``x`` itself if it has that many."""
+    """Returns ``x`` with uninitialised rows appended, ``rows`` in all; ``x`` itself if it has ``rows`` rows."""
     if len(x) == rows:
         return x
     padded = x.new_empty((rows, *x.shape[1:]))
@@ -77,7 +77,7 @@ def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def candidate_ids(candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Returns candidates as int32. Ids outside of the vocabulary stay outside: 2³² + 3 does not become 3.
+    """Converts candidates to int32. Ids outside of the vocabulary stay outside: 2³² + 3 does not become 3.
 
     Example:
         >>> import torch
@@ -89,9 +89,9 @@ def candidate_ids(candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def pack_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns the number n and ``x [n, K]``, padded to ``rows`` rows, as one flat tensor ``[1 + rows K]``.
+    """Packs n and ``x [n, K]``, padded to ``rows`` rows, into one flat tensor ``[1 + rows K]``.
 
-    One tensor, because each tensor that is passed to JAX costs the host time. torch owns it, in stream order.
+    It is one tensor, because each tensor that is passed to JAX takes time on the host. torch owns it, in stream order.
 
     Example:
         >>> import torch

@@ -1,10 +1,11 @@
-"""The vocabulary split over a torch process group: which rank has which columns, and the collectives.
+"""A vocabulary that is split over a torch process group: each rank's columns, comparisons of ranks, collectives.
 
-The forward has one all-gather of each rank's statistics, a few numbers per token. Every rank merges them in rank order,
-so that all ranks get the same bits. The backward has one all-reduce of dhidden, if the caller asks for it.
+The forward has one all-gather of the ranks' statistics, a few values per token. Every rank merges them in rank order,
+so that all ranks get the same bits. The backward has one all-reduce of dhidden, if the caller requests it.
 
 In a group's first call the ranks compare their tensors (`check`). In the first call of each kind they compare the
-options (`compare_options`). Otherwise ranks that exchange different numbers would hang, abort, or mix them up.
+options (`compare_options`). Without these checks, ranks that exchange different arrays would hang, abort, or compute
+wrong results.
 
 Operators refer to a group by its name, as torch's functional collectives do.
 """
@@ -25,19 +26,19 @@ import torch.distributed as dist
 from lce_torch_bridge._types import TorchCall, make_call
 from lce_torch_bridge.tensors import _device
 
-NO_GROUP = ""  # the name that stands for no group
+NO_GROUP = ""  # stands for the name of a group if there is none
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.14
-SAMPLE = 16, 64  # how many rows of hidden or a weight a first call compares, and how many elements of each
-APART = 0.25  # times a row's norm: rounding differs by a hundredth, other tokens by more than this
+SAMPLE = 16, 64  # how many rows of hidden or of a weight a first call compares, and how many elements of each row
+APART = 0.25  # of a row's norm: rounding differs by a hundredth of the norm, other tokens by more than this
 WHICH_GROUP = (
     "tp_group must be the group that splits the vocabulary, whose ranks hold the same tokens, and not that of data or "
     "context parallelism, nor all ranks; leave it out if each rank has the full weight"
 )
-# How many heads of a call a group's ranks have compared. The key is the group, because a name may be used again.
+# For each group, the largest number of heads of a call that its ranks have compared. Names of groups may be reused.
 _compared_heads: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# The kinds of calls whose options a group's ranks have compared.
+# For each group, the kinds of calls whose options its ranks have compared.
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-NAMES = {  # of the fields of a call that are not called as the option
+NAMES = {  # of options, for fields of a call that have another name
     "requested": "implementation",
     "top_k": "k",
     "metric_entropy": 'entropy="metric"',
@@ -55,7 +56,7 @@ def name_group(group: dist.ProcessGroup | None) -> str:
 
 
 def size_and_rank(name: str) -> tuple[int, int]:
-    """Returns the number of the vocabulary's shards, and the index of this rank's shard."""
+    """Returns how many shards the vocabulary has, and the index of this rank's shard."""
     if name == NO_GROUP:
         return 1, 0
     group = _resolve(name)
@@ -63,19 +64,19 @@ def size_and_rank(name: str) -> tuple[int, int]:
 
 
 def set_vocab_size(call: TorchCall, weight: torch.Tensor) -> TorchCall:
-    """Returns a traced call with the size of its vocabulary."""
+    """Returns a call that was traced without a vocabulary size, with the size filled in."""
     shards, _ = size_and_rank(call.group)
     return make_call(call.text, vocab_size=int(weight.shape[0]) * shards)
 
 
 def compute_checksum(*values: object) -> int:
-    """Returns an int32 checksum of the arguments, by which ranks compare the options of a call."""
+    """Returns an int32 checksum of the arguments, with which ranks compare the options of a call."""
     (number,) = struct.unpack("i", struct.pack("I", zlib.crc32(repr(values).encode())))
     return int(number)
 
 
 def is_new(name: str, heads: int = 1) -> bool:
-    """Whether the group's ranks have yet to `check` a call with this number of heads."""
+    """Whether the group's ranks have not run `check` yet for a call with this number of heads."""
     return name != NO_GROUP and _compared_heads.get(_resolve(name), 0) < heads
 
 
@@ -88,20 +89,20 @@ def check(
     *weights: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Compares the ranks' tensors in a group's first call. All ranks raise an error if they do not fit one call.
+    """Compares the ranks' tensors in a group's first call. If they do not fit together, all ranks raise an error.
 
-    Only the first call is checked, because every rank knows which call is the first, so all of them join the
-    collective. Later calls send tags with their statistics, and a row whose tags differ between the ranks is NaN. If
-    kernels are launched directly, tags need vocabulary parts with equal numbers of tile groups, of 4096 columns each:
-    otherwise the ranks send arrays of different sizes, which NCCL does not notice.
+    Only the first call is checked, because every rank knows which call is the first, so that all ranks join the
+    collective. Later calls send tags with their statistics, and a row whose tags differ between the ranks is NaN. With
+    direct launches, this detection requires that all vocabulary parts have equally many tile groups, of 4096 columns
+    each. Otherwise the ranks send arrays of different sizes, which NCCL does not notice.
 
-    ``weights`` are the head, or the student's head and the teacher's. ``rows`` indexes the unmasked tokens of
-    ``hidden [T, H]`` and of ``ids`` ``[T]`` or ``[T, K]``, if there are any. ``launches`` tells whether this rank
-    launches kernels on a device. Without a ``vocab_size`` every column counts.
+    ``weights`` are the head, or the student's head and the teacher's. ``rows`` are the indices of the unmasked tokens
+    in ``hidden [T, H]`` and in ``ids``, which is ``[T]``, ``[T, K]`` or None. ``launches`` says whether this rank
+    launches kernels directly on a device. Without a ``vocab_size`` every column counts.
 
     Raises:
-        ValueError: some ranks launch kernels directly and others do not, so that they send different numbers; or the
-            ranks' parts of the vocabulary differ in size, two ranks have the same part, or their tokens differ.
+        ValueError: some ranks launch kernels directly and others do not, so that they would send different arrays; or
+            the ranks' parts of the vocabulary differ in size, two ranks have the same part, or their tokens differ.
     """
     if name == NO_GROUP or weights[0].device.type == "meta" or not is_new(name, len(weights)):
         return
@@ -127,12 +128,12 @@ def check(
 
 
 def compare_options(call: TorchCall, device: torch.device, **others: object) -> None:
-    """Compares the options of a call in the first call of its kind. All of the group's ranks raise if options differ.
+    """Compares the options of a call between ranks in the first call of its kind. If they differ, all ranks raise.
 
-    A kind consists of everything that decides which numbers are exchanged: the function, most options, and ``others``.
-    A rank compares when the kind is new to it. In a group's first call, and in the first call of each function, the
-    kind is new to all ranks. Later the ranks compare if each of them has a new kind. If the kind is new to some ranks
-    only, these compare while the others send results. Only a collective in each call could detect that.
+    A kind consists of everything that decides which arrays are exchanged: the function, most options, and ``others``. A
+    rank compares when the kind is new to it. In a group's first call, and in the first call of each function, the kind
+    is new to all ranks, so that all compare. Later, they compare whenever a kind is new to all of them. If it is new
+    only to some ranks, these compare while the others send results. Only a collective in each call could detect that.
 
     Raises:
         ValueError: the options differ. The message names them, with the values of all ranks.
@@ -142,7 +143,7 @@ def compare_options(call: TorchCall, device: torch.device, **others: object) -> 
     kind, seen = call.exchanged, _compared.setdefault(_resolve(call.group), set())
     if (kind, *others.values()) in seen:
         return
-    # Tags tell whether the vocabularies are the same, and a cache is each rank's own.
+    # Without vocab_size, which tags compare, and cache_bytes, which may differ between ranks.
     options = call.options | {"group": "", "vocab_size": 0, "cache_bytes": 0} | others
     numbers = gather(torch.tensor([compute_checksum(options)], dtype=torch.int32, device=device), call.group)
     if len(set(numbers.flatten().tolist())) > 1:
@@ -151,14 +152,14 @@ def compare_options(call: TorchCall, device: torch.device, **others: object) -> 
 
 
 def _refuse_other_options(options: dict[str, object], name: str, device: torch.device) -> None:
-    """Raises with the options that differ. All ranks call this, and send all of their options."""
+    """Raises an error that names the options that differ. All ranks call this, and send all their options."""
     group = _resolve(name)
     every: list[Any] = [None] * group.size()
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         dist.all_gather_object(every, options, group=group)
     differ = []
     for option in [x for x in options if all(x in each for each in every)]:
-        ranks: dict[str, list[int]] = {}  # by the value
+        ranks: dict[str, list[int]] = {}  # keyed by the option's value
         for rank, each in enumerate(every):
             ranks.setdefault(repr(each[option]), []).append(rank)
         if len(ranks) > 1:
@@ -171,7 +172,7 @@ def _refuse_other_options(options: dict[str, object], name: str, device: torch.d
 
 
 def _take_sample(x: torch.Tensor, rows: torch.Tensor | None, count: int) -> torch.Tensor:
-    """Returns some elements of some rows in float32: of the first ``count`` rows, or of the rows with these indices."""
+    """Returns `SAMPLE` elements in float32, of the first ``count`` rows or of the ``count`` rows in ``rows``."""
     if count == 0:
         return torch.zeros(SAMPLE, device=x.device)
     row, column = (
@@ -181,7 +182,7 @@ def _take_sample(x: torch.Tensor, rows: torch.Tensor | None, count: int) -> torc
 
 
 def _count_parts(ids: torch.Tensor, size: int, ranks: int) -> int:
-    """Returns the number of vocabulary parts below the ids' upper quartile."""
+    """Returns how many vocabulary parts lie below the upper quartile of the ids."""
     ids = ids.long()  # torch compares only some of the unsigned types
     inside = ids[(ids >= 0) & (ids < ranks * size)].sort()[0]
     return int(inside[3 * len(inside) // 4]) // size if len(inside) else 0
@@ -202,10 +203,11 @@ def _refuse_different_layouts(sizes: list[list[int]], ways: list[int]) -> None:
 
 
 def _refuse_equal_parts(bits: torch.Tensor, size: int, beyond: int) -> None:
-    """Raises if two of N ranks have the same rows of weight, by the samples ``bits`` ``[N, *SAMPLE]``.
+    """Raises if two of N ranks have the same rows of weight, according to the samples ``bits`` ``[N, *SAMPLE]``.
 
-    Two cases are legitimate. Rows that all equal each other, such as zeros, may be the same on every rank. And if a
-    quarter of the ids lie beyond as many parts as differ (``beyond``), the vocabulary itself has equal parts.
+    Two cases are legitimate. Parts may be equal if all their rows are the same, such as zeros. And the vocabulary
+    itself has equal parts if a quarter of the ids lie beyond the distinct parts alone; ``beyond`` counts the parts
+    below these ids.
     """
     vary = (bits != bits[:, :1]).flatten(1).any(1).tolist()
     pairs = itertools.combinations(range(len(bits)), 2)
@@ -221,7 +223,7 @@ def _refuse_equal_parts(bits: torch.Tensor, size: int, beyond: int) -> None:
 
 
 def _refuse_different_tokens(tokens: list[int], hidden: torch.Tensor) -> None:
-    """Raises if most rows of ``hidden`` ``[N, *SAMPLE]`` differ by more than rounding. Some may be padding."""
+    """Raises if most rows of ``hidden`` ``[N, *SAMPLE]`` differ by more than rounding. A few may be padding."""
     if len(set(tokens)) > 1:
         raise ValueError(f"the ranks of tp_group pass {', '.join(map(str, tokens))} tokens. {WHICH_GROUP}")
     norms = hidden.norm(dim=2)
@@ -235,7 +237,7 @@ def _refuse_different_tokens(tokens: list[int], hidden: torch.Tensor) -> None:
 
 
 def gather(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Returns every rank's ``x`` in rank order, ``[N, ...]``."""
+    """Returns every rank's ``x``, stacked in rank order, ``[N, ...]``."""
     group = _resolve(name)
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     getattr(dist, ALL_GATHER)(gathered, x, group=group)
@@ -249,14 +251,14 @@ def all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def sum_dhidden(dhidden: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Returns ``dhidden`` summed over the group in float32, and rounded once."""
+    """Returns float32 ``dhidden`` summed over the group, rounded once to ``dtype``."""
     return all_reduce(dhidden.contiguous(), name).to(dtype)
 
 
 def add_parts(x: torch.Tensor, columns: int, name: str) -> torch.Tensor:
-    """Returns the sum of ``x [T, columns]`` over the group: exact, because one rank has each element and the others 0.
+    """Returns the sum of ``x [T, columns]`` over the group. It is exact, because only one rank's element is not 0.
 
-    Further columns are the ranks' `lce_jax.run._local.difference_terms`. A row whose sum of them is not 0 is NaN.
+    Further columns of ``x`` are `lce_jax.run._local.difference_terms`. A row is NaN if its sum of these terms is not 0.
     """
     total = all_reduce(x.contiguous(), name)
     return total[:, :columns].where((total[:, columns:] == 0).all(1, keepdim=True), torch.nan)

@@ -1,8 +1,8 @@
 """The weight's copy under autocast, and its gradient in Megatron's ``main_grad``.
 
-Under ``torch.autocast`` (`autocast`), all calls of a context share one copy of the weight in autocast's dtype. With
-Megatron's gradient-accumulation fusion (`accumulate_into_main_grad`), dweight is added to ``weight.main_grad`` as soon
-as it is computed.
+`autocast`: under ``torch.autocast``, all calls within a context share one copy of the weight in autocast's dtype.
+`accumulate_into_main_grad`: with Megatron's gradient-accumulation fusion, dweight is added to ``weight.main_grad`` as
+soon as it is computed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from lce_torch_bridge.tensors._device import (
 
 @not_compiled('lce_torch_bridge with wgrad="main_grad" writes to weight.main_grad as it runs')
 def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
-    """Returns ``weight`` with a backward that adds its gradient to ``weight.main_grad`` instead of returning it.
+    """Returns ``weight`` with a backward that adds the gradient to ``weight.main_grad`` instead of returning it.
 
-    It follows Megatron's fused layers: it sets ``grad_added_to_main_grad`` if that exists, and gives autograd a
-    placeholder for the gradient, which is zero with ``zero_out_wgrad`` and arbitrary without. If a kernel has already
-    added the gradient, the placeholder is sparse and empty: zeros without memory.
+    The backward follows Megatron's fused layers: it sets ``grad_added_to_main_grad`` if the weight has that attribute,
+    and returns a placeholder for the gradient to autograd. The placeholder's values are zero with ``zero_out_wgrad``
+    and arbitrary without. If a kernel has already added the gradient, the placeholder is an empty sparse tensor: zeros
+    without memory.
     """
     main_grad = check_main_grad(weight)
     return weight if main_grad is None else _AccumulateIntoMainGrad.apply(weight, main_grad)
 
 
 def check_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns ``weight.main_grad``, after checking it; None if the weight needs no gradient."""
+    """Checks ``weight.main_grad`` and returns it; None if the weight needs no gradient."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
     if hasattr(weight, "__fsdp_param__"):
@@ -64,11 +65,11 @@ def check_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def make_placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | None:
-    """Returns what autograd gets instead of ``dweight``, which has been added already and may be overwritten."""
+    """Returns autograd's placeholder for ``dweight``, which has already been added and may be overwritten."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    # A placeholder must have the gradient's shape. dweight itself needs no further memory.
+    # A placeholder must have the gradient's shape. Reusing dweight takes no further memory.
     return dweight.zero_() if getattr(weight, "zero_out_wgrad", False) else dweight
 
 
@@ -80,7 +81,7 @@ def empty_sparse_like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def _silence_warning() -> None:
-    """Triggers and hides the warning of some torch versions, once, that sparse tensors are not checked."""
+    """Triggers and hides some torch versions' one-time warning that sparse tensors are not checked."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_coo_tensor(torch.zeros((1, 0), dtype=torch.int64), torch.zeros(0), (1,), check_invariants=False)
@@ -100,13 +101,13 @@ def find_main_grad(node: Any, edge: int) -> torch.Tensor | None:
 
 
 def is_requested(node: Any, edge: int) -> bool:
-    """Whether this backward computes the gradient of that edge of ``node``."""
+    """Whether this backward needs the gradient of input ``edge`` of ``node``."""
     next_node, _ = node.next_functions[edge]
     return bool(will_be_run(next_node))
 
 
 def refuse_partitioned(node: Any, edge: int) -> None:
-    """Refuses the gradient of a weight that ZeRO-3 has partitioned since the forward: torch cannot add to no memory.
+    """Refuses the gradient of a weight that ZeRO-3 has partitioned since the forward, because it has no memory now.
 
     ``edge`` is the weight's index among the tensors of the Function whose ``ctx`` is ``node``.
 
@@ -124,24 +125,24 @@ class _AccumulateIntoMainGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-        # Not by save_for_backward, because other micro-batches may change both in place before this backward.
+        # Without save_for_backward, because other micro-batches may change both in place before this backward.
         ctx.weight, ctx.main_grad = weight, main_grad
-        return weight.detach()  # shares memory and version, so autograd still notices changes in place
+        return weight.detach()  # shares memory and version, so that autograd still notices changes in place
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dweight: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        if not dweight.is_sparse:  # a sparse one means that a kernel has added it
+        if not dweight.is_sparse:  # sparse: a kernel has already added the gradient
             ctx.main_grad.add_(dweight)
         return make_placeholder(ctx.weight, dweight), None
 
 
 def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns ``weight`` in the dtype of the autocast context; ``weight`` itself outside of one.
+    """Returns ``weight`` in the dtype of the autocast context; ``weight`` itself outside of a context.
 
-    ``parameter`` is ``weight`` before any function for its gradient was applied. If it is a float32 leaf that requires
-    a gradient, the copy is the one that torch caches for all matrix products of the context. That copy lives until the
-    context ends, or until ``torch.clear_autocast_cache``. Each call's gradient is cast back separately, so that the
+    ``parameter`` is ``weight`` before `accumulate_into_main_grad`. If ``parameter`` is a float32 leaf that requires a
+    gradient, the result shares the copy that torch caches for all matrix products of the context. That copy lives until
+    the context ends, or until ``torch.clear_autocast_cache``. Each call's gradient is cast back separately, so that
     gradients are summed in float32.
     """
     dtype = find_cast_dtype(weight)
@@ -158,14 +159,14 @@ def find_cast_dtype(weight: torch.Tensor) -> torch.dtype | None:
 
 
 def _find_torch_copy(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns torch's cached copy. No public function gives it, so this records the operands of a tiny product."""
+    """Returns torch's cached copy. No public function returns it, so this records the operands of a tiny product."""
     with _OperandRecorder() as recorder:
         torch.mm(parameter.new_empty((0, parameter.shape[0]), dtype=dtype), parameter)
     return parameter.to(dtype) if recorder.second is None else recorder.second.detach()
 
 
 class _OperandRecorder(TorchDispatchMode):
-    """Records the second operand of the matrix product inside; under ``torch.func.vmap`` it sees none."""
+    """Records the second operand of a matrix product in this context. Under ``torch.func.vmap`` it sees no product."""
 
     second: torch.Tensor | None = None
 
@@ -177,9 +178,9 @@ class _OperandRecorder(TorchDispatchMode):
 
 
 class _Cast(torch.autograd.Function):
-    """``weight.to(copy.dtype)``, with a copy that exists already."""
+    """Computes ``weight.to(copy.dtype)`` as ``copy``, which already exists."""
 
-    generate_vmap_rule = True  # so that vmap reaches this package's own error
+    generate_vmap_rule = True  # so that vmap gets as far as this package's own error
 
     @staticmethod
     def forward(_weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Programs of JAX on torch's tensors, lent through DLPack."""
+"""Programs of JAX that run on torch's tensors, which DLPack lends to JAX."""

@@ -1,13 +1,13 @@
-"""Results at a few ids, by programs of JAX: logits of chosen ids and their gradients, and the k most likely ids.
+"""Programs of JAX for results at a few ids: logits of chosen ids with gradients, and the k most likely ids.
 
-    compute_logits   hidden [T, H], weight [V, H], bias [V], ids [T, K], temperature [T]  ->  [T, K]
-    pull_back        the same and the cotangent [T, K]               ->  dhidden, dweight, dbias, as requested
-    compute_topk     hidden, weight, bias, temperature               ->  ids [T, k], logprobs [T, k], lse [T]
+    compute_logits hidden [T, H], weight [V, H], bias [V], ids [T, K], temperature [T] -> [T, K] pull_back the same and
+    the cotangent [T, K] -> requested ones of dhidden, dweight, dbias compute_topk hidden, weight, bias, temperature ->
+    ids [T, k], logprobs [T, k], lse [T]
 
-Over a group, each rank has the logits of the ids that it owns, and 0 at the others. For the most likely ids, each rank
-sends its k largest logits, computed once more as dot products. These are the same for equal columns on any rank, so
-that ties keep their order. Each rank also sends its sum of exponentials, relative to its largest logit. All ranks merge
-these numbers in the same way.
+With a group, each rank computes the logits of the ids in its shard, and 0 for other ids. For the most likely ids, each
+rank sends its k largest logits, computed once more as dot products. Equal columns on different ranks then have equal
+logits, so that ties keep their order. Each rank also sends its sum of exponentials, relative to its largest logit. All
+ranks merge these values in the same way.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from lce_torch_bridge.through_jax._programs import (
 
 
 def run_logits(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
-    """Returns logits ``[T, K]`` in float32, 0 where the id is none or out of vocabulary.
+    """Returns logits ``[T, K]`` in float32, 0 where the id is -1 or out of vocabulary.
 
-    Over a group, where a backward may follow, it also returns where they are NaN.
+    With a group, if a backward may follow (``keep``), it also returns where the logits are NaN.
     """
     program = build_program(compute_logits, make_key(call, x.weight))
     logits = _run_padded(program, x, _pack_tokens(x, call))[0][: x.hidden.shape[0]]
     if call.group == _tensor_parallel.NO_GROUP:
-        return [logits.clone()]  # in torch's memory
+        return [logits.clone()]  # a copy in torch's memory
     logits = _tensor_parallel.add_parts(logits, call.jax.num_candidates, call.group)
     return [logits, logits.isnan()] if keep else [logits]
 
@@ -61,7 +61,7 @@ def gradients(
     requested_gradients: tuple[bool, ...],
     call: TorchCall,
 ) -> list[torch.Tensor]:
-    """Returns dhidden, dweight and dbias, those that are requested; NaN where the ranks had different rows."""
+    """Returns the requested gradients among dhidden, dweight and dbias; NaN where the ranks had different rows."""
     (cotangent,) = cotangents.values()
     for differs in residuals:
         cotangent = cotangent.masked_fill(differs, torch.nan)
@@ -75,7 +75,7 @@ def gradients(
 
 
 def run_topk(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
-    """Returns ids ``[T, k]`` int64, log-probabilities ``[T, k]`` and lse ``[T]``. No backward follows."""
+    """Returns int64 ids ``[T, k]``, log-probabilities ``[T, k]`` and lse ``[T]``. There is no backward."""
     del keep
     tokens, k, key = x.hidden.shape[0], call.jax.top_k, make_key(call, x.weight)
     numbers = x.hidden.new_zeros((tokens, 1), dtype=torch.float32) if x.temperature is None else x.temperature[:, None]
@@ -98,7 +98,7 @@ def make_empty_topk(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tenso
 
 
 def _merge_ranks(packed: torch.Tensor, start: int, tags: torch.Tensor, call: TorchCall) -> list[torch.Tensor]:
-    """Returns the k largest of all ranks, from one all-gather of 2k + 2 numbers per token."""
+    """Returns the results for the k largest logits of all ranks, from one all-gather of 2k + 2 values per token."""
     k = call.jax.top_k
     ids, floats = packed[:, :k], packed[:, k:].view(torch.float32)
     ids = torch.where(floats[:, :k] == -torch.inf, 2**31 - 1, ids + start)  # after all others
@@ -106,7 +106,7 @@ def _merge_ranks(packed: torch.Tensor, start: int, tags: torch.Tensor, call: Tor
     tags, floats = all_ranks[..., -1], all_ranks[..., k:-1].contiguous().view(torch.float32)
     highest = floats[..., :k].amax(2)  # [N, T]
     largest = highest.amax(0)
-    # Relative to the largest logit: the rounding of an lse of 2²⁰ would be an error of every log-probability.
+    # Relative to the largest logit, because the rounding of an lse of 2²⁰ would be an error of every log-probability.
     log_sumexp = (highest - largest + floats[..., k]).logsumexp(0)
     log_sumexp = log_sumexp.where((tags == tags[0]).all(0), torch.nan)  # as in `through_jax._logprobs.results`
     lse = largest + log_sumexp
@@ -124,9 +124,9 @@ def _require_ids(x: Tensors) -> torch.Tensor:
 
 
 def _pack_tokens(x: Tensors, call: TorchCall, *others: torch.Tensor) -> torch.Tensor:
-    """Returns the ids, ``others``, and the temperature if the call has one, as columns of int32."""
+    """Returns an int32 array with the columns ids, ``others``, and the temperature if there is one."""
     ids = _require_ids(x).long()
-    inside = (ids >= 0) & (ids < call.jax.vocab_size)  # before the next cast: 2³² + 3 is not 3
+    inside = (ids >= 0) & (ids < call.jax.vocab_size)  # before the cast, in which 2³² + 3 would become 3
     columns = [ids.where(inside, -1).int(), *others]
     if x.temperature is not None:
         columns.append(x.temperature.view(torch.int32)[:, None])
@@ -141,7 +141,7 @@ def _run_padded(run: Any, x: Tensors, per_token: torch.Tensor) -> list[torch.Ten
 
 
 def compute_logits(key: ProgramKey, hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
-    """``-> [P, K]``. Over a group, two more columns are this shard's `lce_jax.run._local.difference_terms`."""
+    """Returns logits ``[P, K]``. With a group, two more columns have this shard's `_local.difference_terms`."""
     num_rows, rows = unpack_rows(per_token, hidden.shape[0])
     columns, _, options = _unpack_tokens(key, rows, num_rows, weight, num_cotangents=0)
     logits = lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
@@ -160,7 +160,7 @@ def pull_back(
     bias: Any,
     per_token: Any,
 ) -> list[Any]:
-    """``-> dhidden, dweight, dbias``, those that are requested.
+    """Returns the requested gradients among dhidden, dweight and dbias.
 
     With ``rounded``, dhidden has hidden's dtype, because no sum over the group follows.
     """
@@ -177,7 +177,7 @@ def pull_back(
 def _unpack_tokens(
     key: ProgramKey, rows: Any, num_rows: Any, weight: Any, num_cotangents: int
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns this shard's column of each id, -1 for ids of other shards; the cotangents; and the options."""
+    """Returns each id's column in this shard (-1 if it is in another shard), the cotangents, and the options."""
     call = key.call.jax
     K = call.num_candidates
     ids, floats = rows[:K].T, lax.bitcast_convert_type(rows[K:].T, jnp.float32)
@@ -194,9 +194,9 @@ def _unpack_tokens(
 
 
 def compute_topk(key: ProgramKey, has_temperature: bool, hidden: Any, weight: Any, bias: Any, per_token: Any) -> Any:
-    """``-> [P, 2k + 1]``: ids in the shard, log-probabilities and lse.
+    """Returns ``[P, 2k + 1]`` bits: ids in the shard, log-probabilities and lse.
 
-    Of one shard among several: ids, logits, and ln Σ e^u relative to the largest logit.
+    If there are several shards, they are: ids, logits, and ln Σ e^u relative to the largest logit.
     """
     call, (rows, columns) = key.call.jax, (hidden.shape[0], weight.shape[0])
     columns = min(max(call.vocab_size - key.shard * columns, 0), columns)  # without padding
@@ -221,6 +221,6 @@ def compute_topk(key: ProgramKey, has_temperature: bool, hidden: Any, weight: An
 
 
 def _pack_bits(ids: Any, floats: Any, last: Any) -> Any:
-    """Returns ids and floats, ``last`` in the last column, as one int32 array."""
+    """Returns ids, floats, and ``last`` as the last column, in one int32 array."""
     bits = lax.bitcast_convert_type(jnp.concatenate([floats, last[:, None]], 1), jnp.int32)
     return jnp.concatenate([ids, bits], 1)

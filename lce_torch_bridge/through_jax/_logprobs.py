@@ -1,16 +1,16 @@
-"""The forward and the backward of `linear_logprobs` by programs of JAX, and the collectives between them.
+"""The forward and the backward of `linear_logprobs` as programs of JAX, and the collectives between the programs.
 
-    statistics     hidden, weight, bias, tokens               ->  this shard's statistics, packed [F, P], and its cache
-    results        tokens, the shards' statistics [N, F, P]   ->  results and saved numbers, packed [O + S, P]
-    single_shard   `statistics` and `results` in one program, for a vocabulary that is not split
-    pull_back      operands, cache and a sum of dweight       ->  the requested ones of dhidden, dweight and dbias
+    statistics hidden, weight, bias, tokens -> this shard's statistics, packed [F, P], and its cache results tokens, the
+    shards' statistics [N, F, P] -> results and saved values, packed [O + S, P] single_shard `statistics` and `results`
+    in one program, for a vocabulary that is not split pull_back operands, cache and a sum of dweight -> the requested
+    ones of dhidden, dweight and dbias
 
 `operators._operators` calls `forward`, `make_empty` and `gradients`.
 
-``tokens`` has two columns for the halves of each int64 label, one for the temperature and one for the floor if the call
-has them, and K for candidates. The saved numbers S are the label, the temperature, the floor and the candidates as the
-call has them, and the merged statistics. `pull_back` takes the columns of S and the cotangents. An array [P, K] takes K
-rows of a packed array.
+``tokens`` has two columns for the halves of each int64 label, then, if they were passed, one for the temperature, one
+for the floor, and K for candidates. The saved values S are the label, the temperature, floor and candidates that were
+passed, and the merged statistics. `pull_back` gets the columns of S and of the cotangents. An array [P, K] takes K rows
+of a packed array.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from lce_torch_bridge.through_jax._programs import (
     unpack_rows,
 )
 
-type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, what is per token
+type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, packed tokens
 
 
 def forward(x: Tensors, call: TorchCall, keep_cache: bool, lend_cache: bool) -> list[Any]:
-    """Returns what `operators._operators.run_forward` does."""
+    """Returns the same as `operators._operators.run_forward`."""
     tokens, key, fields = x.labels.shape[0], make_key(call, x.weight), call.fields
     # The backward processes all tokens at once, so one cache must hold all of them.
     pieces = _padding.pieces(tokens, at_once=keep_cache)
@@ -61,14 +61,14 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, lend_cache: bool) -> 
     else:
         outputs = _programs.run(build_program(statistics, key, keep_cache), *inputs, lend=lend_cache)
         packed = _merge_ranks([first for first, *_ in outputs], inputs, key, call)
-    cache = outputs[0][1:]  # a forward that saves one processes a single piece
+    cache = outputs[0][1:]  # a forward that saves a cache has a single piece
     return [*_unpack_results(packed, fields, call.jax.num_candidates, tokens), *cache]
 
 
 def _merge_ranks(
     sent: list[torch.Tensor], inputs: Sequence[Inputs], key: ProgramKey, call: TorchCall
 ) -> list[torch.Tensor]:
-    """Returns the packed results of each piece, from this rank's statistics. All pieces share one collective."""
+    """Merges this rank's statistics of each piece with the other ranks', in one collective. Returns packed results."""
     gathered = _tensor_parallel.gather(sent[0] if len(sent) == 1 else torch.cat(sent, 1), call.group)
     pieces = zip(inputs, gathered.split(sent[0].shape[1], 2), strict=True)
     merge = build_program(results, key, call.fields, call.megatron)
@@ -79,10 +79,10 @@ def _merge_ranks(
 def _unpack_results(
     pieces: list[torch.Tensor], fields: tuple[str, ...], num_candidates: int, tokens: int
 ) -> list[torch.Tensor]:
-    """Returns the results one by one, then the saved numbers, from the packed results of all pieces without padding.
+    """Unpacks the results of all pieces: returns each result, then the saved values, without padding.
 
-    They are copies in torch's memory: callers may write to results in place, and ``record_stream`` does not reach
-    JAX's memory.
+    These are copies in torch's memory, because callers may write to results in place, and ``record_stream`` has no
+    effect on JAX's memory.
     """
     packed = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).narrow(1, 0, tokens)
     row = len(fields) - (num_candidates > 0)
@@ -98,7 +98,7 @@ def _unpack_results(
 def _pack_tokens(x: Tensors, piece: _padding.Piece, call: TorchCall) -> torch.Tensor:
     """Returns labels, temperature, floor and candidates of a piece, packed."""
     labels = x.labels[piece.tokens].long()
-    if labels.stride() != (1,):  # torch calls one token with any stride contiguous, but views halves only with stride 1
+    if labels.stride() != (1,):  # one label is contiguous with any stride, but a view of halves needs stride 1
         labels = labels.clone(memory_format=torch.contiguous_format)
     columns = [labels.view(torch.int32).view(-1, 2)]
     columns += [y[piece.tokens].view(torch.int32)[:, None] for y in (x.temperature, x.floor) if y is not None]
@@ -128,7 +128,7 @@ def gradients(
     call: TorchCall,
     sums: Sums,
 ) -> list[torch.Tensor]:
-    """Returns what `operators._operators.run_backward` does."""
+    """Returns the same as `operators._operators.run_backward`."""
     (hidden, weight, bias, *_), (saved, *cache) = x, list[Any](residuals)
     rows, key = _padding.size(hidden.shape[0]), make_key(call, weight)
     tree = None
@@ -157,7 +157,7 @@ def gradients(
 def infer_cache(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, numbers: int, key: ProgramKey
 ) -> Any:
-    """Returns the shapes of a forward's cache, as a tree. ``numbers``: how many numbers each token comes with."""
+    """Returns the shapes of a forward's cache, as a tree. ``numbers`` is `Tensors.numbers_per_token`."""
     rows, struct = _padding.size(int(hidden.shape[0])), jax.ShapeDtypeStruct
     return runtime.infer_shapes(
         runtime.find_planning_device(hidden.device),
@@ -172,12 +172,12 @@ def infer_cache(
 
 @functools.cache
 def merged_fields(call: TorchCall) -> dict[str, int]:
-    """Returns the merged statistics that the backward needs, and how many numbers per token each is."""
+    """Returns the names of the merged statistics that the backward needs, and how many values per token each has."""
     return call.jax.replace(stats=False, mean_logit=False).statistics
 
 
 def statistics(key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, packed: Any) -> Any:
-    """``-> packed statistics, cache leaves``. The last row of the packed statistics are the tokens' tags."""
+    """Returns packed statistics, whose last row has the tokens' tags, and the leaves of the cache."""
     tokens = _unpack_tokens(key, packed, hidden.shape[0])
     stats, leaves = _compute_statistics(key, keep_cache, hidden, weight, bias, tokens)
     num_rows, *columns = tokens
@@ -185,7 +185,7 @@ def statistics(key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias
 
 
 def results(key: ProgramKey, fields: tuple[str, ...], megatron: bool, packed: Any, gathered: Any) -> Any:
-    """``-> fields`` of `LogprobOutput`, then S, packed; NaN where tags differ."""
+    """Returns the results named in ``fields``, then S, packed. Results are NaN where tags differ."""
     tokens, (parts, agree) = _unpack_tokens(key, packed, gathered.shape[-1]), check_tags(gathered)
     by_name, saved = _compute_results(key, fields, megatron, tokens, parts)
     by_name = {name: jnp.where(agree if x.ndim == 1 else agree[:, None], x, jnp.nan) for name, x in by_name.items()}
@@ -196,7 +196,7 @@ def single_shard(
     key: ProgramKey, keep_cache: bool, fields: tuple[str, ...], megatron: bool,
     hidden: Any, weight: Any, bias: Any, packed: Any,
 ) -> Any:  # fmt: skip
-    """``-> packed results, cache leaves``: `statistics` and `results` in one program."""
+    """Returns packed results and the leaves of the cache: `statistics` and `results` in one program."""
     tokens = _unpack_tokens(key, packed, hidden.shape[0])
     stats, cache = _compute_statistics(key, keep_cache, hidden, weight, bias, tokens)
     return _pack_results(*_compute_results(key, fields, megatron, tokens, stats[None])), cache
@@ -206,13 +206,13 @@ def pull_back(
     key: ProgramKey, cotangents: tuple[str, ...], requested_gradients: tuple[bool, ...], rounded: bool, cache: Any,
     hidden: Any, weight: Any, bias: Any, per_token: Any, total: Any, *leaves: Any,
 ) -> list[Any]:  # fmt: skip
-    """``-> dhidden, dweight, dbias``, those that are requested, from S and the cotangents.
+    """Returns the requested gradients among dhidden, dweight and dbias, from the saved values and the cotangents.
 
-    The compiler drops the product of a gradient that is not requested. Without a cotangent of the entropy, the
+    The compiler drops the matrix product of a gradient that is not requested. Without a cotangent of the entropy, the
     entropy's terms are left out. With ``rounded``, dhidden has hidden's dtype, because no sum over the group follows.
 
-    With a float32 sum ``total``, dweight is added to it in its memory. The results then end in one number of dweight:
-    torch reads it to know that the program is done.
+    With a float32 sum ``total``, dweight is added to it in place. One element of dweight is then the last result, which
+    torch imports to wait until the program is done.
     """
     entropy = "entropy" in cotangents
     num_rows, saved, seeds = _unpack_seeds(key, per_token, hidden.shape[0], cotangents)
@@ -247,13 +247,13 @@ def _compute_cache(key: ProgramKey, hidden: Any, weight: Any, bias: Any, packed:
 
 
 class ShardTokens(NamedTuple):
-    """The per-token numbers of a program."""
+    """The per-token inputs of a program."""
 
     num_rows: Any  # how many rows count
-    labels: Any  # [P] global ids in [-1, vocab_size]; both ends stand for a label out of the vocabulary
+    labels: Any  # [P] global ids in [-1, vocab_size]; -1 and vocab_size stand for a label out of the vocabulary
     temperature: Any  # [P], or None
     floor: Any  # [P], or None
-    candidates: Any  # [P, K] global ids in the same range, or None
+    candidates: Any  # [P, K] global ids in [-1, vocab_size], or None
 
 
 def _compute_statistics(
@@ -268,7 +268,7 @@ def _compute_statistics(
 def _compute_results(
     key: ProgramKey, fields: tuple[str, ...], megatron: bool, tokens: ShardTokens, gathered: Any
 ) -> tuple[dict[str, Any], Any]:
-    """Returns ``fields`` by name, and S."""
+    """Returns the results in ``fields`` by name, and S."""
     num_rows, labels, temperature, floor, candidates = tokens
     outside = (labels < 0) | (labels >= key.call.jax.vocab_size)
     logit_options = {name: getattr(key.call.jax, name) for name in ("vocab_size", "logit_scale", "logit_softcap")}
@@ -276,8 +276,8 @@ def _compute_results(
     parts = _local.unpack(gathered, key.call.jax.statistics)
     merged, (out, mean) = _local.results(parts, jnp.where(outside, -1, labels), where, temperature, **logit_options)
     if megatron:
-        # Megatron subtracts the maximum, and leaves the label's logit at 0: -ln Σ e^(z - max), which is max - lse.
-        sumexp = jnp.where(merged.sumexp == 0, 1.0, merged.sumexp)  # if no logit reaches the floor: 0, as elsewhere
+        # Megatron subtracts the maximum, and uses 0 as the label's logit: -ln Σ e^(z - max), which is max - lse.
+        sumexp = jnp.where(merged.sumexp == 0, 1.0, merged.sumexp)  # 0 if no logit reaches the floor
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
     by_name = out._asdict() | {"mean_logit": mean}
     forward_only: dict[str, Any] = dict.fromkeys(key.call.jax.statistics.keys() - merged_fields(key.call).keys())
@@ -287,21 +287,21 @@ def _compute_results(
 
 
 def _pack_results(by_name: dict[str, Any], saved: Any) -> Any:
-    """Returns the results and S as ``[O + S, P]``. Candidates' results come after the others."""
+    """Packs the results and S as ``[O + S, P]``. The results of candidates come after all other results."""
     return pack_arrays(*(by_name[name] for name in sorted(by_name, key=PER_CANDIDATE.__eq__)), saved.T)
 
 
 def _unpack_tokens(key: ProgramKey, packed: Any, rows: int) -> ShardTokens:
-    """Returns the per-token numbers of a forward."""
+    """Unpacks the per-token inputs of a forward."""
     num_rows, columns = unpack_rows(packed, rows)
-    low, high = columns[:2]  # the halves of int64 numbers. JAX would take them modulo 2³²: 2³² + 3 would become 3
+    low, high = columns[:2]  # halves of int64 labels: JAX itself would take 2³² + 3 as 3
     beyond_int32 = jnp.where(high < 0, -1, key.call.jax.vocab_size)
     labels = jnp.where(high == low >> 31, jnp.clip(low, -1, key.call.jax.vocab_size), beyond_int32)
     return ShardTokens(num_rows, labels, *_split_per_token(key, columns[2:]))
 
 
 def _split_per_token(key: ProgramKey, bits: Any) -> tuple[Any, Any, Any]:
-    """Returns the temperature, the floor and the candidates; None for each that the call does not have."""
+    """Returns the temperature, the floor and the candidates; None for each that was not passed."""
     count, has_floor = key.call.jax.num_candidates, key.call.jax.has_floor
     floats = lax.bitcast_convert_type(bits[: len(bits) - count], jnp.float32)
     temperature = floats[0] if len(floats) > has_floor else None

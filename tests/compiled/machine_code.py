@@ -33,7 +33,7 @@ from lce_jax.mosaic._pallas import lowering_for
 from lce_jax.run.kernels import Call, LaunchedCall, trace_for_device
 from lce_jax.types._types import Device
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._host import Tape, find_needed_steps
+from lce_torch_bridge.launched_directly._launches import Tape, find_needed_steps
 from lce_torch_bridge.tensors import _tensor_parallel
 from tests.devices import A100, H200
 

@@ -16,7 +16,7 @@ from lce_jax import explain, linear_cross_entropy, linear_kl, linear_logprobs, l
 from lce_jax.explain import __main__ as command
 from lce_jax.explain._models import MODELS, find_model, model_head
 from tests.pairs import values_of
-from tests.torch.test_host import backward, forward, head, held_bytes
+from tests.torch.test_launches import backward, forward, head, held_bytes
 
 struct = jax.ShapeDtypeStruct
 T, H, V = 4096, 4096, 151936

@@ -43,7 +43,7 @@ def by_lists(given: Drawn, shards: int, **options: Any) -> Any:
     torch = pytest.importorskip("torch")
     import lce_torch_bridge as lb
     from lce_torch_bridge._types import Tensors
-    from lce_torch_bridge.launched_directly._way import choose_way
+    from lce_torch_bridge.launched_directly._launch_with import choose_way
     from lce_torch_bridge.operators import _operators
     from tests.torch import problem
     from tests.torch.as_gpu import Ranks

@@ -16,7 +16,7 @@ from lce_jax.run.kl_kernels import LaunchedKL, Pair
 from lce_torch_bridge.launched_directly import _kl
 from tests.devices import H200
 from tests.torch.processes import succeed
-from tests.torch.test_host import backward, forward, head, launched
+from tests.torch.test_launches import backward, forward, head, launched
 
 SMALL: Any = dict(num_tokens=128, hidden_size=128, columns=512, vocab_size=512)
 
@@ -52,7 +52,7 @@ def test_no_client_of_jax_is_made() -> None:
         from jax._src import xla_bridge
         from lce_jax.mosaic import _compiler
         from tests.devices import H200
-        from tests.torch.test_host import backward, forward, head, launched
+        from tests.torch.test_launches import backward, forward, head, launched
         small = head(**{SMALL}, cache_bytes=1 << 40)
         kernels = [*launched(forward(small, keep_cache=True)), *launched(backward(small, owns_cache=True))]
         print(len(_compiler.module(kernels[0], H200)) > 0, xla_bridge.backends_are_initialized())

@@ -14,7 +14,7 @@ import lce_jax
 import lce_torch_bridge
 from lce_jax.call._options import LogprobOptions
 from lce_torch_bridge import areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl
-from lce_torch_bridge.megatron import _hooks, _output_layer
+from lce_torch_bridge.megatron import _api, _output_layer
 
 # Each (function, argument) whose text differs, with the reason.
 OTHER_MEANING = {
@@ -98,7 +98,7 @@ def options_of_the_bridge(function: Callable[..., Any]) -> set[str]:
     if function is lce_torch_bridge.megatron.fused_output_layer:  # without a model; test_megatron sees it refuse these
         return set(options) - set(_output_layer.LAYER_OPTIONS)
     if function is lce_torch_bridge.megatron.fused_losses:
-        return set(_hooks.LOSS_OPTIONS)
+        return set(_api.LOSS_OPTIONS)
     hidden, weight, labels = torch.ones(2, 4), torch.ones(8, 4), torch.zeros(2, dtype=torch.int64)
     first = [lambda logprobs, *_: logprobs] if "loss_fn" in parameters else []
     tensors = [hidden, weight] + [labels] * ("labels" in parameters)

@@ -12,7 +12,7 @@ import torch
 from lce_jax.run import kernels
 from lce_jax.run.kernels import Device, Kernel
 from lce_torch_bridge import launch_with
-from lce_torch_bridge.launched_directly import _host, _passes, _way
+from lce_torch_bridge.launched_directly import _launch_with, _launches, _passes
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from tests import emulated_launches
 from tests.devices import H200
@@ -40,10 +40,10 @@ def as_gpu(
         programs.append(list(program))
         return compiled(programs[-1])
 
-    monkeypatch.setattr(_host, "_plans", {})
+    monkeypatch.setattr(_launches, "_plans", {})
     monkeypatch.setattr(_device, "describe_device", lambda _: device)
     monkeypatch.setattr(_device, "launch_refusal", lambda _: None)
-    monkeypatch.setattr(_way, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(_launch_with, "is_on_gpu", lambda _: True)
     monkeypatch.setattr(_device, "current_device", lambda: -1)
     monkeypatch.setattr(_device, "current_stream", lambda _: 0)
     monkeypatch.setattr(_device, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
@@ -59,12 +59,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, device: Device = SMALL) -> Iterato
     afresh()
     monkeypatch.setattr(_padding, "SMALLEST", 128)
     # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
-    empty, usable, in_rows, call = _device.empty, _device.make_usable, _passes.pad_tokens, _host.Tape.call
+    empty, usable, in_rows, call = _device.empty, _device.make_usable, _passes.pad_tokens, _launches.Tape.call
 
-    def with_room(tape: _host.Tape, function: Any, *told: Any) -> Any:
+    def with_room(tape: _launches.Tape, function: Any, *told: Any) -> Any:
         return call(tape, lambda *given: [with_slack(x) for x in function(*given)], *told)
 
-    monkeypatch.setattr(_host.Tape, "call", with_room)
+    monkeypatch.setattr(_launches.Tape, "call", with_room)
     monkeypatch.setattr(_device, "make_usable", lambda x: with_slack(usable(x)))
     monkeypatch.setattr(_device, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
     monkeypatch.setattr(_passes, "pad_tokens", lambda *told: with_slack(in_rows(*told)))

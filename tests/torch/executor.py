@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 
 from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall
-from lce_torch_bridge.launched_directly import _passes, _way
-from lce_torch_bridge.launched_directly._way import Way
+from lce_torch_bridge.launched_directly import _launch_with, _passes
+from lce_torch_bridge.launched_directly._launch_with import Way
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
 from lce_torch_bridge.tensors._weight import empty_sparse_like
@@ -162,7 +162,7 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, call: TorchCall) -> tor
 def launched_directly() -> Iterator[None]:
     """Inside, all calls are run as if their kernels were launched directly."""
     with (
-        mock.patch.object(_way, "is_on_gpu", return_value=True),
+        mock.patch.object(_launch_with, "is_on_gpu", return_value=True),
         mock.patch.object(_passes, "forward", direct_forward),
         mock.patch.object(_passes, "gradients", direct_gradients),
     ):
@@ -170,7 +170,7 @@ def launched_directly() -> Iterator[None]:
 
 
 def direct_forward(x: Tensors, call: TorchCall, keep_cache: bool, _: Way) -> list[Any]:
-    return _operators.run_forward(x, call, keep_cache, _way.JAX)
+    return _operators.run_forward(x, call, keep_cache, _launch_with.JAX)
 
 
 def direct_gradients(
@@ -188,7 +188,7 @@ def direct_gradients(
     into = sums.main_grad if sums.total is None else sums.total.tensor()
     own = None if into is None else DweightSum(weight)
     x: Any = Tensors(hidden, weight, None, None)  # type: ignore[arg-type]
-    found = _operators.run_backward(x, [saved, *cache], cotangents, wanted, call, _way.JAX, Sums(own))
+    found = _operators.run_backward(x, [saved, *cache], cotangents, wanted, call, _launch_with.JAX, Sums(own))
     if own is not None and into is not None:
         into.add_(own.finish())
     if sums.owns_cache:

@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
 from lce_torch_bridge import defer_logits, linear_logprobs
-from lce_torch_bridge.deferred import _served
+from lce_torch_bridge.deferred import _fused_functions
 from lce_torch_bridge.deferred._tensor import DeferredLogits
 from tests.torch.deferred_cases import (
     NEAR,
@@ -421,7 +421,7 @@ def test_log_probability_and_entropy_share_a_pass(monkeypatch: pytest.MonkeyPatc
         calls.append(args)
         return linear_logprobs(*args, **options)
 
-    monkeypatch.setattr(_served, "linear_logprobs", counted)
+    monkeypatch.setattr(_fused_functions, "linear_logprobs", counted)
 
     def entropy_of_no_gradient(z: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logprobs = z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from lce_torch_bridge import linear_entropy, linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
+from lce_torch_bridge.through_jax import _dlpack as dlpack
 from lce_torch_bridge.through_jax import _programs
-from lce_torch_bridge.through_jax import _runtime as dlpack
-from lce_torch_bridge.through_jax._runtime import CPU_ALIGNMENT, to_jax, to_torch
+from lce_torch_bridge.through_jax._dlpack import CPU_ALIGNMENT, to_jax, to_torch
 from tests.pairs import combined
 from tests.torch import problem as p
 

@@ -19,7 +19,7 @@ from lce_jax.mosaic.mma import _pipeline
 from lce_jax.run import kernels
 from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge.launched_directly import _first_call, _passes
-from lce_torch_bridge.launched_directly._way import Way
+from lce_torch_bridge.launched_directly._launch_with import Way
 from lce_torch_bridge.tensors import _device
 from tests.devices import A100
 from tests.mosaic.test_first_call import doubled_later, small_check

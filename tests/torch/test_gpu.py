@@ -16,7 +16,7 @@ import torch
 from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
 from lce_torch_bridge.tensors import _device
 from lce_torch_bridge.through_jax import _runtime as runtime
-from lce_torch_bridge.through_jax._runtime import GPU_ALIGNMENT, to_jax
+from lce_torch_bridge.through_jax._dlpack import GPU_ALIGNMENT, to_jax
 from tests import cases
 from tests.torch import problem as p
 from tests.torch import test_kernels_threshold as threshold

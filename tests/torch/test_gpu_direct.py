@@ -17,7 +17,7 @@ import torch
 
 from lce_torch_bridge import launch_with, linear_cross_entropy, linear_kl, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Tensors, make_call
-from lce_torch_bridge.launched_directly._way import choose_way
+from lce_torch_bridge.launched_directly._launch_with import choose_way
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p

@@ -16,7 +16,7 @@ import lce_jax
 from lce_torch_bridge import linear_kl, linear_logprobs, linear_loss, linear_topk
 from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as runtime
-from lce_torch_bridge.through_jax._runtime import to_jax, to_torch_all
+from lce_torch_bridge.through_jax._dlpack import to_jax, to_torch_all
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 

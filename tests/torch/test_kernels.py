@@ -13,7 +13,7 @@ from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._way import choose_way
+from lce_torch_bridge.launched_directly._launch_with import choose_way
 from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 from tests.torch import sanitized

@@ -17,7 +17,7 @@ from lce_jax.mosaic import sm90
 from lce_torch_bridge import launch_with, linear_kl
 from lce_torch_bridge._types import Tensors, make_call
 from lce_torch_bridge.call import _checks
-from lce_torch_bridge.launched_directly._way import choose_way
+from lce_torch_bridge.launched_directly._launch_with import choose_way
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.tensors import _device
 from tests.mosaic import test_kl

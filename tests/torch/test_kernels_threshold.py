@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import launch_with, linear_logprobs
-from lce_torch_bridge.launched_directly._way import choose_way
+from lce_torch_bridge.launched_directly._launch_with import choose_way
 from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 from tests.torch import test_kernels as of_kernels

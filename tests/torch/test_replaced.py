@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge.megatron._pending import replace_forward_in_thread, replace_methods
+from lce_torch_bridge.megatron._patching import replace_forward_in_thread, replace_methods
 
 ALREADY = r"Identity.forward .* let threads take turns"
 

@@ -1,7 +1,8 @@
-"""torch's functions of deferred logits.
+"""The dispatch of torch's functions of deferred logits.
 
-`call` looks a function up in `TABLE`. Functions of this module add a step to the recipe, and compute nothing. Those of
-`_rows` select rows, and those of `_served` compute results without logits. Every other function gets the values.
+`call` looks a function up in `TABLE`. The table's functions in this module add a step to the recipe, and compute
+nothing. The functions in `_rows` select rows; those in `_fused_functions` compute results without logits. Every torch
+function that is not in the table gets the values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lce_torch_bridge.deferred import _rows, _served
+from lce_torch_bridge.deferred import _fused_functions, _rows
 from lce_torch_bridge.deferred._recipe import Recipe, Step, make_layout_like
 from lce_torch_bridge.deferred._tensor import DeferredLogits, DisableOverride
 from lce_torch_bridge.deferred._traced import DEFERRED, Deferred, TracedLogits
@@ -24,7 +25,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function of torch with arguments of which at least one is deferred."""
+    """Calls a torch function with at least one deferred argument."""
     x = args[0] if args else kwargs.get("input")
     if func in GETTERS and isinstance(x, DeferredLogits):
         with DisableOverride():
@@ -42,7 +43,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _call_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function on the values of the logits. What it writes in place stays written."""
+    """Calls a torch function on the values of the logits. In-place changes of the values persist."""
     name, first = _name_function(func), args[0] if args else None
     if func is torch.broadcast_tensors and (result := _rows.broadcast_tensors(args)) is not NotImplemented:
         return result
@@ -72,7 +73,7 @@ def _name_function(func: Any) -> str:
 
 
 def _writes_first_argument(func: Any) -> bool:
-    """Whether a function writes into its first argument. torch's compiler can hash functions of torch.Tensor alone."""
+    """Whether a function writes to its first argument. torch's compiler can hash only functions of torch.Tensor."""
     return func in WRITES or (not torch.compiler.is_compiling() and func in WRITES_ELSEWHERE)
 
 
@@ -93,7 +94,7 @@ def _refuse_gradient() -> None:
 
 
 def _substitute_values(x: Any, needed_for: str) -> Any:
-    """Returns ``x`` with values in place of deferred logits, also inside lists, tuples and dictionaries."""
+    """Returns ``x`` with values in place of deferred logits, including those in lists, tuples and dictionaries."""
     if isinstance(x, DEFERRED):
         return x.value(needed_for)
     if isinstance(x, dict):
@@ -126,7 +127,7 @@ def _cast(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _Input:
-    """Stands for the tensor that a function gets, or returns unchanged."""
+    """Stands for the input tensor of a cast, as an argument or as the unchanged result."""
 
 
 def _are_dtypes(arguments: tuple[Any, ...]) -> bool:
@@ -134,7 +135,7 @@ def _are_dtypes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _probe_cast(func: Any, args: tuple[Any, ...], dtype: torch.dtype, device: torch.device, **kwargs: Any) -> Any:
-    """Returns the dtype of a cast's result, the name that ``type()`` returns, or `_Input`; None otherwise."""
+    """Returns a cast's result dtype, the string that ``type()`` returns, or `_Input` if unchanged; None if no cast."""
     probe = torch.empty(0, dtype=dtype, device=device)
     out = func(probe, *(probe if each is _Input else each for each in args), **kwargs)
     if out is probe or isinstance(out, str):
@@ -147,7 +148,7 @@ _probe_cast_once = _device.cache_results(_probe_cast)
 
 
 def _keep_statistics(recipe: Recipe) -> dict[str, Any]:
-    """Returns the fields that stay valid after a step that changes no value: the selection of rows, and statistics."""
+    """Returns the recipe's fields that stay valid if a step keeps all values: the selection of rows, and statistics."""
     return {"selection": recipe.selection, "results": recipe.results}
 
 
@@ -167,7 +168,7 @@ def _detach(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _scale(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Multiplies or divides by one number, or one for each row; or multiplies a softmax by its own logits."""
+    """Multiplies or divides by one number or by one number per row; or multiplies a softmax by its own logits."""
     if len(args) != 1 or kwargs:
         return NotImplemented
     (by,), recipe, is_division = args, x.recipe, func in DIVISIONS
@@ -201,19 +202,19 @@ def _scale_in_place(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _read_number(by: torch.Tensor) -> float | None:
-    """Returns the value of a scalar tensor on the CPU without a gradient; else None."""
+    """Returns the value of a tensor if it is a scalar on the CPU without a gradient; else None."""
     is_constant = by.ndim == 0 and by.device.type == "cpu" and not by.requires_grad and not by.is_complex()
     return float(by.item()) if is_constant else None
 
 
 def _accepts_tensor(recipe: Recipe, by: torch.Tensor) -> bool:
-    """Whether a step may use a tensor: it is on the logits' device, and has no gradient if the logits have none."""
+    """Whether a step may use tensor ``by``: it is on the logits' device, and has no gradient that would be lost."""
     device = recipe.source.hidden.device
     return by.device == device and (recipe.grad or not (by.requires_grad and torch.is_grad_enabled()))
 
 
 def _scale_rows(x: Deferred, func: Any, by: torch.Tensor) -> Any:
-    """Multiplies or divides each row by its own number. The hidden states are scaled instead of the logits."""
+    """Multiplies or divides each row by its own number, by scaling the hidden states instead of the logits."""
     recipe = x.recipe
     is_linear = recipe.kind == "logits" and not any(name == "tanh" for name, _ in recipe.factors)
     rows = (*recipe.layout.shape[:-1], 1)
@@ -237,7 +238,7 @@ def _scale_rows(x: Deferred, func: Any, by: torch.Tensor) -> Any:
 
 
 def _multiply_deferred(x: Deferred, func: Any, by: Deferred) -> Any:
-    """Multiplies a softmax by its log_softmax or its logits. The sums of these products give entropies."""
+    """Multiplies a softmax by its log_softmax or its logits. The sum of such a product gives an entropy."""
     if not by.is_deferred():
         return NotImplemented
     one, other = sorted((x.recipe, by.recipe), key=lambda recipe: recipe.kind != "softmax")
@@ -274,7 +275,7 @@ def _tanh(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _add_or_subtract(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Adds or subtracts a bias, one number for each column; or subtracts the logits' own lse."""
+    """Adds or subtracts a bias with one element per column; or subtracts the logits' own lse."""
     recipe, by = x.recipe, args[0] if len(args) == 1 and not kwargs else None
     if recipe.kind != "logits" or not isinstance(by, torch.Tensor) or isinstance(by, DEFERRED):
         return NotImplemented
@@ -303,7 +304,7 @@ def _add_or_subtract(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _clamp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Adds a clamp to the least number of the dtype, which changes only log-probabilities of -inf."""
+    """Adds a clamp to the dtype's lowest finite value, which changes only log-probabilities of -inf."""
     least = kwargs.get("min", args[0] if args else None)
     is_alone = len(args) + len(kwargs) == 1 and x.recipe.kind == "log_softmax" and x.recipe.coefficient == 1
     if not is_alone or least != torch.finfo(x.dtype).min:
@@ -312,7 +313,7 @@ def _clamp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _register_hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Registers a hook that does not read the gradient: torch.distributed's, or the FLOP counter's."""
+    """Registers a hook that does not read the gradient: a hook of torch.distributed or of torch's FLOP counter."""
     if kwargs or not (_only_listens(args[0]) or _follows_modules(args[0])):
         return NotImplemented
     if _only_listens(args[0]):
@@ -333,7 +334,7 @@ def _only_listens(hook: Any) -> bool:
 
 
 def _check_hook(x: DeferredLogits, args: tuple[Any, ...]) -> None:
-    """Refuses a hook on the gradient of logits if results have been computed without them already."""
+    """Refuses a hook on the gradient of logits if results have already been computed without logits."""
     if len(args) > 1 and _only_listens(args[1]):
         x._hooks.append(args[1])
     elif x._used and x.requires_grad:
@@ -411,5 +412,5 @@ TABLE: dict[Any, Callable[..., Any]] = {
     T.register_hook: _register_hook,
     T.record_stream: _record_stream,
     T.__repr__: _format,
-    **_served.make_table(_find_functions),
+    **_fused_functions.make_table(_find_functions),
 }  # fmt: skip

@@ -1,8 +1,8 @@
-"""torch's functions of deferred logits that are computed without the logits.
+"""torch's functions of deferred logits that this package's functions compute without the logits.
 
 These are cross entropy, log-probabilities, lse, entropy, sums, means, and the largest and smallest logits. `make_table`
-maps torch's functions to them, and `_functions.call` looks them up there. Each returns NotImplemented where its
-arguments are not covered; the logits are then computed.
+maps torch's functions to this module's, for `_dispatch.call`. Each function returns NotImplemented if it does not
+support its arguments; the logits are then computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ F = torch.nn.functional
 
 
 def _finish_result(x: Deferred, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Counts a result, and returns it in torch's dtype. Hooks of torch.distributed on the logits move to the result."""
+    """Counts a result, and returns it in ``dtype``. Hooks of torch.distributed on the logits move to the result."""
     _count_served(x)
     value = value.to(dtype)
     if value.requires_grad:
@@ -40,7 +40,7 @@ def _finish_result(x: Deferred, value: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _count_served(x: Deferred) -> None:
-    if not torch.compiler.is_compiling():  # a counter in a graph would compile it anew for each number
+    if not torch.compiler.is_compiling():  # a counter in a graph would recompile the graph for each value
         x._used = True  # type: ignore[union-attr]
         x.recipe.source.deferral.served += 1
 
@@ -51,7 +51,7 @@ def _probe_dtype(function: Callable[..., torch.Tensor], dtype: torch.dtype, devi
 
 
 def _find_result_dtype(x: Deferred, function: Callable[..., torch.Tensor]) -> torch.dtype:
-    """Returns the dtype of ``function``'s result under the head's autocast context, from a call on zeros [1, 2]."""
+    """Returns ``function``'s result dtype in the head's autocast context, found by calling it on zeros [1, 2]."""
     device = x.recipe.source.device
     if (autocast := _device.autocast_dtype(device)) is None:
         return x.recipe.dtype
@@ -83,7 +83,7 @@ def _probe_mean(z: torch.Tensor) -> torch.Tensor:
 
 
 def _grad_mode(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which autograd records operations only if it records the logits."""
+    """Returns a context without autograd if autograd does not record the logits."""
     return NO_CONTEXT if recipe.grad else torch.no_grad()
 
 
@@ -93,18 +93,18 @@ def _is_vocab_dim(x: Deferred, dim: Any) -> bool:
 
 
 def _parse_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """Returns dim and keepdim; a dim of None if there are other arguments, such as NumPy's names of these two."""
+    """Returns dim and keepdim; dim is None if there are other arguments, such as NumPy's axis and keepdims."""
     if not kwargs.keys() <= {"dim", "keepdim", "dtype"}:
         return None, False
     arguments = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
     return arguments.get("dim"), arguments.get("keepdim", False)
 
 
-# Ids out of range: torch raises an error on the CPU, and ends the process on a GPU. Here, a GPU's rows are NaN instead.
+# For ids out of range, torch raises on the CPU, and aborts the process on a GPU. Here, a GPU's rows are NaN instead.
 
 
 def _find_out_of_range(ids: torch.Tensor, vocab_size: int) -> Any:
-    """Returns NotImplemented if an id on the CPU is out of range, else None. On a GPU, returns a mask of such ids."""
+    """On the CPU, returns NotImplemented if an id is out of range, else None. On a GPU, returns a mask of such ids."""
     if torch.compiler.is_compiling() or not ids.is_cpu:
         return _are_out_of_range(ids, vocab_size)
     least, most = map(int, torch.aminmax(ids)) if ids.numel() else (0, 0)
@@ -119,12 +119,12 @@ type LabelMask = tuple[dict[str, Any], torch.Tensor | None]
 
 
 def _mask_labels(labels: torch.Tensor, vocab_size: int, ignored: int, reduction: str) -> LabelMask | None:
-    """Returns the options that select the tokens that count, and a mask of losses that are NaN (None: no loss is NaN).
+    """Returns the options that select the tokens that count, and a mask of losses that are NaN; None for no NaN.
 
-    Returns None if a label on the CPU is out of range. On a GPU the loss of such a label is NaN.
+    Returns None altogether if a label on the CPU is out of range. On a GPU, the loss of such a label is NaN.
 
-    The host reads the labels. It waits for a GPU once, as the loss does to count tokens. In exchange, labels that are
-    all in range need no kernel.
+    The host reads the labels, for which it waits for a GPU once, as a loss must anyway to count tokens. In exchange,
+    labels that are all in range need no kernel.
     """
     if torch.compiler.is_compiling():
         return _mask_unread_labels(labels, vocab_size, ignored, reduction)
@@ -143,7 +143,7 @@ def _mask_labels(labels: torch.Tensor, vocab_size: int, ignored: int, reduction:
 
 
 def _mask_unread_labels(labels: torch.Tensor, vocab_size: int, ignored: int, reduction: str) -> LabelMask:
-    """Does the same as `_mask_labels`, without reading labels: where a loss is NaN is computed on the device."""
+    """Does the same as `_mask_labels`, but computes the mask on the device, because the host cannot read the labels."""
     where = labels != ignored
     is_nan, options = where & _are_out_of_range(labels, vocab_size), {"where": where, "ignore_index": None}
     if reduction == "none":
@@ -156,7 +156,7 @@ def _fill_nan(value: torch.Tensor, is_nan: torch.Tensor | None) -> torch.Tensor:
 
 
 def _cross_entropy(x: Deferred, target: Any, ignore_index: int, reduction: str, smoothing: float) -> torch.Tensor | Any:
-    """Calls `linear_cross_entropy`. As in torch, the mean is NaN if no token counts."""
+    """Calls `linear_cross_entropy`, but the mean is NaN if no token counts, as in torch."""
     recipe, options = x.recipe, x.recipe.options()
     unsupported = (
         not isinstance(target, torch.Tensor) or target.dtype != torch.int64 or target.shape != recipe.hidden.shape[:-1]
@@ -210,12 +210,12 @@ def cross_entropy(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def log_softmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the log_softmax of the logits, deferred as well."""
+    """Returns the log_softmax of the logits, also deferred."""
     return softmax(x, func, args, kwargs, is_log=True)
 
 
 def softmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_log: bool = False) -> Any:
-    """Returns the softmax of the logits, or their log_softmax, deferred as well."""
+    """Returns the softmax of the logits, or with ``is_log`` their log_softmax, also deferred."""
     dims = [each for each in args if type(each) is int]
     dim = kwargs.get("dim", dims[0] if dims else None)
     dtype = kwargs.get("dtype", next((each for each in args if isinstance(each, torch.dtype)), None))
@@ -226,14 +226,14 @@ def softmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         dtype = _find_result_dtype(x, _probe_log_softmax if is_log else _probe_softmax)
     layout = make_layout_like(x.recipe.layout, dtype)
     logits = x.recipe if x.recipe.logits is None else x.recipe.logits
-    step = Step(func, (dim,), {"dtype": dtype})  # the dtype may come from autocast
+    step = Step(func, (dim,), {"dtype": dtype})  # explicit, because it may come from autocast
     return x.add_step(
         step, layout, kind="log_softmax" if is_log else "softmax", logits=logits, selection=x.recipe.selection
     )
 
 
 def exp_or_log(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the softmax as exp of a log_softmax, or the log_softmax as log of a softmax, deferred as well."""
+    """Turns exp of a log_softmax into the softmax, and log of a softmax into the log_softmax, also deferred."""
     before, after = ("log_softmax", "softmax") if func.__name__ == "exp" else ("softmax", "log_softmax")
     if x.recipe.kind != before or x.recipe.coefficient != 1 or args or kwargs:
         return NotImplemented
@@ -245,7 +245,7 @@ def exp_or_log(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def compute_statistics(x: Deferred, recipe: Recipe) -> LogprobOutput | None:
-    """Returns lse and entropy of each row, computed once for all tensors of these rows, and recorded as ``x`` is."""
+    """Returns lse and entropy of each row, computed once for all tensors that share these rows."""
     with _grad_mode(x.recipe):
         return _compute_statistics(recipe)
 
@@ -255,7 +255,7 @@ def _compute_statistics(recipe: Recipe) -> LogprobOutput | None:
     if out is not None:
         return out
     rows = recipe.selection
-    if rows is not None and rows.parts is not None:  # this is one of several parts: compute all parts at once
+    if rows is not None and rows.parts is not None:  # one of several parts: compute all parts at once
         all_rows = _compute_statistics(rows.recipe)
         return None if all_rows is None else _take_statistics(all_rows, rows)
     options = recipe.options()
@@ -269,14 +269,14 @@ def _compute_statistics(recipe: Recipe) -> LogprobOutput | None:
 
 
 def _make_ignored_labels(rows: torch.Tensor) -> torch.Tensor:
-    """Returns labels [...] for ``rows`` [..., K] that are all ignored, because only statistics are wanted."""
+    """Returns labels [...] for ``rows`` [..., K], all -100, for calls of which only statistics are needed."""
     return rows.new_full(rows.shape[:-1], -100, dtype=torch.int64)
 
 
 def _find_statistics(recipe: Recipe) -> LogprobOutput | None:
-    """Returns statistics that are computed already, for these rows or for rows that contain them; else None.
+    """Returns statistics that are already computed, for these rows or for rows that contain them; else None.
 
-    While autograd is off, statistics that it has recorded are used as well, detached.
+    While autograd is off, statistics that it has recorded are detached and used too.
     """
     out = recipe.results.get(torch.is_grad_enabled())
     if out is None and (recorded := recipe.results.get(True)) is not None:
@@ -289,7 +289,7 @@ def _find_statistics(recipe: Recipe) -> LogprobOutput | None:
 
 
 def _take_statistics(out: LogprobOutput, rows: RowSelection) -> LogprobOutput:
-    """Returns the statistics of the selected rows, from the statistics ``out`` of all rows."""
+    """Returns the statistics of the selected rows, taken from ``out``, the statistics of all rows."""
     if rows.parts is None:
         lse, entropy = (rows.select(field.unsqueeze(-1)).squeeze(-1) for field in (out.lse, out.entropy))
         return out._replace(logprobs=lse, lse=lse, entropy=entropy)
@@ -310,12 +310,12 @@ def logsumexp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     lse = out.lse.clone()  # because the caller may write into it
     lse = _finish_result(x, lse.unsqueeze(-1) if keepdim else lse, _find_result_dtype(x, _probe_logsumexp))
     if not (torch.compiler.is_compiling() or lse.is_inference()):
-        lse._lse_of = x.recipe.results, lse._version  # type: ignore[attr-defined] # logits minus it are a log_softmax
+        lse._lse_of = x.recipe.results, lse._version  # type: ignore[attr-defined] # logits minus this lse are a log_softmax
     return lse
 
 
 def equal(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compares logits with themselves, as torch.distributions does to find NaN: a row with a NaN has no lse either."""
+    """Computes ``logits == logits``, torch.distributions' NaN check: a row with a NaN also has an lse of NaN."""
     del func
     recipe = x.recipe if x.recipe.logits is None else x.recipe.logits
     if (
@@ -332,7 +332,7 @@ def equal(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def reduce(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes sums and means over the vocabulary: entropies, and mean logits. A mean may also be over all elements."""
+    """Computes sums and means over the vocabulary, for entropies and mean logits, and the mean of all elements."""
     recipe, is_mean = x.recipe, func.__name__ == "mean"
     dim, keepdim = _parse_dim(args, kwargs)
     over_all = is_mean and not (args or kwargs or recipe.classes_first)
@@ -349,7 +349,7 @@ def reduce(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _sum_over_vocab(x: Deferred, recipe: Recipe) -> torch.Tensor | None:
-    """Returns the sum over the vocabulary, before the recipe's coefficient is applied."""
+    """Returns the sum over the vocabulary, without the recipe's coefficient."""
     if recipe.kind in ("p_log_p", "p_logits"):
         assert recipe.logits is not None
         out = compute_statistics(x, recipe.logits)
@@ -424,7 +424,7 @@ def _compute_values_at(x: Deferred, ids: torch.Tensor) -> Any:
 
 
 def _compute_logits_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor | None:
-    """Returns [..., K] logits at ids. For K = 1 the pass also computes lse and entropy, and saves them."""
+    """Returns [..., K] logits at ids. For K = 1, also computes and saves lse and entropy if they are not saved yet."""
     if ids.shape[-1] > 1 or recipe.source.is_in_other_checkpoint() or _find_statistics(recipe) is not None:
         return None if "lora" in options else linear_logits(recipe.hidden, recipe.source.weight, ids, **options)
     out = linear_logprobs(recipe.hidden, recipe.source.weight, ids[..., 0], **options)
@@ -433,7 +433,7 @@ def _compute_logits_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch
 
 
 def _compute_logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor | None:
-    """Returns [..., K] log-probabilities at ids: logits minus a saved lse, or the results of a new pass."""
+    """Returns [..., K] log-probabilities at ids: logits minus a saved lse, or results of a new pass."""
     assert recipe.logits is not None
     other_checkpoint = recipe.source.is_in_other_checkpoint()
     out = (_compute_statistics if other_checkpoint else _find_statistics)(recipe.logits)
@@ -498,7 +498,7 @@ def aminmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def topk(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes torch.topk over the vocabulary, for the largest in descending order."""
+    """Computes torch.topk over the vocabulary, for the largest logits in descending order."""
     del func
     arguments = {"dim": -1, "largest": True, "sorted": True} | dict(
         zip(("k", "dim", "largest", "sorted"), args, strict=False)
@@ -513,7 +513,7 @@ def topk(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _find_largest_ids(x: Deferred, k: int, sign: float = 1.0) -> torch.Tensor | None:
-    """Returns the ids of the k largest logits, or of the k smallest if ``sign`` is -1; None if it cannot."""
+    """Returns the ids of the k largest logits, or of the k smallest if ``sign`` is -1; None if not supported."""
     recipe, options = x.recipe, x.recipe.options()
     unsupported = recipe.kind not in ("logits", "log_softmax", "softmax") or recipe.coefficient <= 0
     if (
@@ -529,7 +529,7 @@ def _find_largest_ids(x: Deferred, k: int, sign: float = 1.0) -> torch.Tensor | 
 
 
 def make_table(functions: Callable[..., list[Any]]) -> dict[Any, Callable[..., Any]]:
-    """Returns this module's functions, keyed by torch's. ``functions`` finds torch's functions by their names."""
+    """Returns a dict from torch's functions to this module's. ``functions`` finds torch's functions by name."""
     return {
         **dict.fromkeys(functions("cross_entropy", "nll_loss"), cross_entropy),
         **dict.fromkeys(functions("softmax"), softmax),

@@ -1,6 +1,6 @@
 """The two ways to run a pass: kernels launched directly, or JAX with tensors lent through DLPack.
 
-Each pass, a forward or a backward, calls `choose_way` once, at its beginning, and passes the result on, a `Way`.
+Each pass, a forward or a backward, begins with one call of `choose_way`, and hands the resulting `Way` down.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _requested_way: Literal["direct", "jax"] | None = None
 
 
 def launch_with(way: Literal["direct", "jax"] | None) -> None:
-    """Sets how calls are run from now on in this process.
+    """Sets how this process runs calls from now on: with kernels launched directly, or through JAX.
 
     Args:
         way: "direct" launches the kernels on torch's current stream with torch's memory, and JAX starts no client on
             the GPU. A call that cannot be launched directly raises. "jax" lends the tensors to JAX, which keeps its own
-            pool of GPU memory (`init`). None, the default, launches directly where that is possible and uses JAX
-            elsewhere; the logger ``lce_torch_bridge`` says once why not. If the kernels run, each token's results have
-            the same bits in both ways.
+            pool of GPU memory (`init`). None, the default, launches directly if possible and otherwise uses JAX; the
+            logger ``lce_torch_bridge`` gives each reason for JAX once. The kernels give each token's results the same
+            bits in both ways.
 
     Raises:
-        ValueError: another value.
+        ValueError: ``way`` is none of these values.
 
     Example:
         >>> import lce_torch_bridge
@@ -43,16 +43,16 @@ def launch_with(way: Literal["direct", "jax"] | None) -> None:
 
 
 class Way(NamedTuple):
-    """How a pass is run: what `launch_with` has set, for the device of the pass's tensors."""
+    """How a pass is run, as `launch_with` and the device of its tensors determine."""
 
-    direct: bool  # kernels are launched directly if they can be
-    required: bool  # the call is refused if they cannot be
+    direct: bool  # whether kernels are launched directly if possible
+    required: bool  # whether the call is refused if that is impossible
 
     def refuse(self, reason: str) -> None:
-        """Leaves a call that might have been launched directly to JAX, for ``reason``.
+        """Lets JAX run a call that cannot be launched directly, and logs ``reason``.
 
         Raises:
-            lce_jax.UnsupportedError: `launch_with` asks for a direct launch.
+            lce_jax.UnsupportedError: `launch_with` was called with "direct".
         """
         if self.required:
             raise lce_jax.UnsupportedError(
@@ -67,10 +67,10 @@ DIRECT, ONLY_DIRECT = Way(direct=True, required=False), Way(direct=True, require
 
 
 def choose_way(x: torch.Tensor) -> Way:
-    """Returns the way of a pass over tensors on the device of ``x``.
+    """Returns how to run a pass over tensors on the device of ``x``.
 
     Raises:
-        lce_jax.UnsupportedError: `launch_with` asks for a direct launch, and there is no GPU.
+        lce_jax.UnsupportedError: `launch_with` was called with "direct", and ``x`` is not on a GPU.
     """
     if _requested_way == "jax" or not (_requested_way or is_on_gpu(x)):
         return JAX
@@ -82,7 +82,7 @@ def choose_way(x: torch.Tensor) -> Way:
 
 
 def refuse_other_way() -> NoReturn:
-    """Refuses a backward by JAX after kernels have saved which tiles are active, which JAX cannot read."""
+    """Refuses a backward through JAX if the forward was launched directly: JAX cannot read its list of active tiles."""
     raise RuntimeError(
         "gradient_threshold: the forward was launched directly, so its backward must be too: "
         "call lce_torch_bridge.launch_with before a forward, not between it and its backward"

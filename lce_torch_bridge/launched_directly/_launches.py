@@ -1,7 +1,7 @@
-"""torch as the host of a pass: torch's memory, torch's current stream, and Python's own loop.
+"""Launches of kernels on torch's current stream, in torch's memory.
 
-The host code of `lce_jax.run.kernels` runs once for all calls of the same shapes and options. A `Tape` records the
-steps that it asks for: kernels, and functions of torch between them. `Launches` runs these steps for each call.
+The host code of `lce_jax.run.kernels` runs once for all calls of the same shapes and options. Meanwhile a `Tape`
+records its steps: kernels, and functions of torch between them. `Launches` runs the recorded steps for each call.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from lce_torch_bridge.tensors import _device
 from lce_torch_bridge.tensors._device import Allocation, describe_allocation
 
 ALIGNMENT = 256  # bytes
-ALIGNED_NUMBERS = 16  # int32 numbers whose bytes kernels may load at once
+ALIGNED_NUMBERS = 16  # int32 values that a kernel may load at once
 CACHED_BINDINGS = 16  # sets of addresses for which a plan caches its launches; each set takes a few KiB
 MOST_PLANS = 4096  # plans of all shapes together; each takes a few KiB
 
 _plans: dict[Any, Any] = {}
-_captured: dict[int, torch.Tensor] = {}  # numbers that CUDA graphs read: they must outlive their plan
+_captured: dict[int, torch.Tensor] = {}  # constants that CUDA graphs read, so they must outlive their plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Buffer:
-    """An array that a step reads or writes. It begins where the memory of its slot begins."""
+    """An array that a step reads or writes, at the beginning of its slot's memory."""
 
     slot: int
-    shape: tuple[int, ...]  # in the kernels; the caller's tensor may have fewer rows
+    shape: tuple[int, ...]  # the shape in the kernels; the caller's tensor may have fewer rows
     dtype: Any  # JAX's
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class Buffer:
 
 
 class Step(NamedTuple):
-    """A kernel or a function of torch, with its operands and results. A result may be an operand that it updates."""
+    """A kernel or a function of torch, with its operands and results. A result may be an updated operand."""
 
     run: kernels.Kernel | Callable[..., Sequence[torch.Tensor]]
     operands: tuple[Buffer, ...]
@@ -67,14 +67,14 @@ class Step(NamedTuple):
 
 
 class Tape:
-    """A `lce_jax.mosaic._host.Host` that records steps. Their memory is described, not allocated."""
+    """A `lce_jax.mosaic._host.Host` that records steps. It describes the memory that they need, and allocates none."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.inputs: list[Buffer] = []
         self.outputs: list[Buffer] = []
         self.numbers_by_value: dict[tuple[int, ...], Buffer] = {}
-        self.memory: list[Allocation] = []  # of each slot
+        self.memory: list[Allocation] = []  # the allocation of each slot
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Buffer:
         """Returns a buffer in a new slot."""
@@ -82,21 +82,21 @@ class Tape:
         return Buffer(len(self.memory) - 1, tuple(shape), jnp.dtype(dtype))
 
     def input(self, shape: Sequence[int], dtype: Any) -> Buffer:
-        """Adds an input: the next tensor of each call's operands."""
+        """Adds an input, and returns its buffer. Each call passes its tensors in the order of these inputs."""
         self.inputs.append(self.empty(shape, dtype))
         return self.inputs[-1]
 
     def output(self, x: Buffer, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Adds an output: ``x`` is the next result of each call, a tensor of this shape and dtype."""
+        """Makes ``x`` the next result of each call, a tensor of this shape and dtype."""
         self.memory[x.slot] = describe_allocation(shape, dtype)
         self.outputs.append(x)
 
     def loop[C](self, firsts: range, body: Callable[[Any, C], C], carry: C) -> C:
-        """Runs the iterations one after another, while the tape records."""
+        """Runs all iterations, so that the tape records each of them."""
         return functools.reduce(lambda carry, first: body(first, carry), firsts, carry)
 
     def numbers(self, *numbers: Any) -> Buffer:
-        """Returns a buffer of constants. They are written to the GPU's memory before the first call on a stream."""
+        """Returns a buffer of constants, which are written to the GPU's memory before the first call on a stream."""
         if numbers not in self.numbers_by_value:
             self.numbers_by_value[numbers] = self.empty((len(numbers),), jnp.int32)
         return self.numbers_by_value[numbers]
@@ -111,12 +111,12 @@ class Tape:
         return x.view(shape)
 
     def vary_like[T](self, tree: T, like: Any) -> T:
-        """Returns ``tree``: types that vary over a mesh are JAX's alone."""
+        """Returns ``tree`` unchanged, because only JAX has types that vary over a mesh."""
         del like
         return tree
 
     def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
-        """Adds a kernel as a step. Returns its results."""
+        """Adds a kernel as a step, and returns the kernel's results."""
         assert not more
         leaves, tree = jax.tree.flatten(operands)
         buffers = [x for x in leaves if isinstance(x, Buffer)]
@@ -130,9 +130,9 @@ class Tape:
         return returned
 
     def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Adds ``function(xp, *operands)`` as a step, where ``xp`` is torch. Returns its results.
+        """Adds ``function(xp, *operands)`` as a step, where ``xp`` is torch, and returns its results.
 
-        A result that is an operand has been updated in place. All other results live as long as the pass.
+        A result that is an operand has been updated in place. All other results are kept until the pass ends.
         """
         leaves, tree = jax.tree.flatten(operands)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Buffer)]
@@ -157,7 +157,7 @@ class Tape:
         return jax.tree.unflatten(out_tree, self.call(run, buffers, *results))
 
     def products(self, hidden: Buffer, weight: Buffer, columns: Buffer, options: Any, num_rows: int) -> Any:
-        """Adds the kernel of candidates' products, which copies no rows of the weight."""
+        """Adds the kernel that computes candidates' products without copying rows of the weight."""
         del options  # the weight is [V, H]
         arguments: Any = hidden, weight, columns, self.numbers(num_rows)
         return self.launch(kernels.products, *arguments)
@@ -167,14 +167,14 @@ class Tape:
         return self.launch(kernels.put, *operands)
 
     def call(self, function: Callable[..., Any], operands: Sequence[Buffer], *results: Buffer) -> tuple[Buffer, ...]:
-        """Adds a function of tensors as a step. It returns ``results``: new tensors, or operands that it updated."""
+        """Adds a function of tensors as a step. Its ``results`` are new tensors, or operands that it has updated."""
         self.steps.append(Step(function, tuple(operands), results))
         return results
 
 
 @functools.cache
 class _TorchOnDevice:
-    """torch with a default device for new tensors.
+    """The module torch, but with a default device for new tensors.
 
     ``with torch.device(…)`` would cost the host half as much time as an operation itself.
     """
@@ -188,7 +188,7 @@ class _TorchOnDevice:
 
 
 class Launches:
-    """A tape, to be run on the current CUDA device: groups of kernels, with functions of torch between them."""
+    """Runs a tape on the current CUDA device, as groups of kernels and the functions of torch between them."""
 
     def __init__(self, tape: Tape, device: kernels.Device) -> None:
         steps = find_needed_steps(tape)
@@ -200,7 +200,7 @@ class Launches:
         for are_kernels, some in itertools.groupby(steps, lambda step: isinstance(step.run, kernels.Kernel)):
             group = list(some)
             self._groups += [_bind_launches(self._memory, group, binds)] if are_kernels else group
-        # By stream: the constants in the GPU's memory, and those that functions read, by slot.
+        # For each stream: all constants, in the GPU's memory; and by slot, the constants that functions read.
         self._numbers: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
 
     def run(self, device: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -222,11 +222,11 @@ class Launches:
         return [tensors[slot] for slot in self._outputs]
 
     def _write_numbers(self, stream: int, like: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Writes the constants to the device of ``like``, on the stream that reads them, so that nothing waits."""
+        """Copies the constants to the device of ``like``, on the stream that reads them, so that nothing waits."""
         if torch.cuda.is_current_stream_capturing():
             if not self._numbers:
                 refuse_capture()
-            # An earlier call on any stream has written them: a capture begins after all of its work is done.
+            # An earlier call has written them, on any stream: a capture begins only after that call's work is done.
             numbers = next(iter(self._numbers.values()))
             _captured[numbers[0].data_ptr()] = numbers[0]
             return numbers
@@ -238,7 +238,7 @@ class Launches:
 
 
 def find_needed_steps(tape: Tape) -> list[Step]:
-    """Returns the steps that an output depends on."""
+    """Returns the steps that the outputs depend on."""
     slots, steps = {x.slot for x in tape.outputs}, []
     for step in reversed(tape.steps):
         if not slots.isdisjoint(x.slot for x in step.results):
@@ -248,10 +248,10 @@ def find_needed_steps(tape: Tape) -> list[Step]:
 
 
 class Memory:
-    """Where the slots of a tape lie.
+    """The place of each slot of a tape in memory.
 
-    Slots that only kernels use lie in one workspace, because each tensor costs the host time. Two slots of the same
-    shape share memory if the last step that uses one comes before the first that uses the other, as in a loop over
+    Slots that only kernels use are in one workspace, because each tensor costs the host time. Two slots of the same
+    shape share memory if the last step that uses one comes before the first step that uses the other, as in a loop over
     chunks.
     """
 
@@ -259,7 +259,7 @@ class Memory:
         functions = [step for step in steps if not isinstance(step.run, kernels.Kernel)]
         created = {slot for step in functions for slot in step.created}
         fixed = [*created, *(x.slot for x in (*tape.inputs, *tape.outputs, *tape.numbers_by_value.values()))]
-        self.home = dict(zip(fixed, fixed, strict=True))  # the slot whose memory each slot uses
+        self.home = dict(zip(fixed, fixed, strict=True))  # for each slot, the slot whose memory it uses
         provided = {*created, *(x.slot for x in tape.inputs)}
         separate = {x.slot for x in tape.outputs} - provided
         self._share(tape, steps)
@@ -267,7 +267,7 @@ class Memory:
         separate |= read - provided - {x.slot for x in tape.numbers_by_value.values()}
         self.separate = [(slot, tape.memory[slot]) for slot in separate]  # each is a tensor
         self.numbers: list[int] = []
-        self.places: dict[int, tuple[int, int]] = {}  # 0 and a byte of the numbers, or 1 and a byte of the workspace
+        self.places: dict[int, tuple[int, int]] = {}  # (0: constants, 1: workspace; byte offset)
         self.function_numbers: list[tuple[int, slice]] = []  # constants that functions read
         for numbers, x in tape.numbers_by_value.items():
             first = len(self.numbers)
@@ -282,7 +282,7 @@ class Memory:
                 self.num_bytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     def _share(self, tape: Tape, steps: Sequence[Step]) -> None:
-        """Finds the home of each slot: its own memory, or that of a slot of the same shape that is no longer used."""
+        """Finds each slot's home: the slot itself, or a slot of the same shape that is no longer used."""
         last_use = {slot: i for i, step in enumerate(steps) for slot in step.slots}
         free: dict[Allocation, list[int]] = {}
         fixed = set(self.home)
@@ -299,44 +299,44 @@ class Memory:
 def _bind_launches(
     memory: Memory, steps: Sequence[Step], binds: dict[Any, kernels.Bind]
 ) -> tuple[list[int], Callable[..., tuple[list[Callable[[], None]], Any]]]:
-    """Returns the slots of the tensors that some kernels use, and a function that binds launches to addresses."""
+    """Returns the slots of tensors that a group of kernels uses, and a function that binds launches to addresses."""
     homes = [[memory.home[x.slot] for x in (*step.operands, *step.results)] for step in steps]
     all_homes = list(itertools.chain(*homes))
     slots = [slot for slot in dict.fromkeys(all_homes) if slot not in memory.places]
     places = memory.places | {slot: (2 + i, 0) for i, slot in enumerate(slots)}
-    entries = [places[slot] for slot in all_homes]  # an index into the arguments of `bind`, and a byte
+    entries = [places[slot] for slot in all_homes]  # (index into the ``addresses`` of `bind`, byte offset)
     firsts = itertools.accumulate(map(len, homes), initial=0)
     offsets = [(binds[step.run], 8 * first) for step, first in zip(steps, firsts, strict=False)]
 
     @functools.lru_cache(CACHED_BINDINGS)
     def bind(stream: int, *addresses: int) -> tuple[list[Callable[[], None]], Any]:
-        """Returns the launches, and the table of addresses that they read.
+        """Returns the launches, and the table of addresses that the launches read.
 
-        ``addresses`` are those of the constants, of the workspace, and of the tensors.
+        ``addresses`` has the addresses of the constants, of the workspace, and of each tensor.
         """
         table = (ctypes.c_uint64 * len(entries))(*[addresses[i] + byte for i, byte in entries])
-        start = ctypes.addressof(table)  # nothing writes to it, so threads may share it
+        start = ctypes.addressof(table)  # nothing writes to the table, so threads may share it
         return [bind_kernel(stream, start + byte) for bind_kernel, byte in offsets], table
 
     return slots, bind
 
 
 def _run_function(step: Step, tensors: dict[int, torch.Tensor], home: dict[int, int]) -> None:
-    """Runs a step that is a function. After it returns, only ``tensors`` holds the results."""
+    """Runs a step that is a function, and stores its results in ``tensors``, which alone keeps them alive."""
     function: Any = step.run
     results = function(*[tensors[home[x.slot]] for x in step.operands])
     tensors.update((x.slot, y) for x, y in zip(step.results, results, strict=True) if x.slot in step.created)
 
 
 def _view_as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:
-    """Returns ``x`` in the buffer's dtype and shape; in its own shape if it has fewer rows than the kernels' array."""
+    """Returns ``x`` in the buffer's dtype and shape; in its own shape if it has fewer rows than the buffer."""
     x = x.view(getattr(torch, buffer.dtype.name))
     return x.view(buffer.shape) if x.numel() == math.prod(buffer.shape) else x
 
 
 def find_plan[T](key: Any, make: Callable[[], T]) -> T:
-    """Returns what ``make()`` returned when the key was new. A text says why kernels do not support such calls."""
-    plan: T | None = _plans.get(key)  # a key is long: its hash is taken once
+    """Returns the plan that ``make()`` made for ``key``. If it is text, it says why kernels cannot run such calls."""
+    plan: T | None = _plans.get(key)  # one look-up, because hashing a long key is slow
     if plan is None:
         if torch.cuda.is_current_stream_capturing():
             refuse_capture()
@@ -347,7 +347,7 @@ def find_plan[T](key: Any, make: Callable[[], T]) -> T:
 
 
 def refuse_capture() -> NoReturn:
-    """Refuses to capture a call that has not run before: its plan must be made outside of the capture."""
+    """Refuses to capture a call that has not run before, because its plan must be made outside of the capture."""
     raise RuntimeError(
         "lce_torch_bridge has not run such a call, which a CUDA graph cannot capture for the first time: make the call "
         "once before the capture, with tensors of the same shapes, and its backward"

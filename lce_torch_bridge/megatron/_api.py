@@ -1,4 +1,4 @@
-"""The public functions, which replace the output layer of a model: `output_processor` and two context managers."""
+"""The public functions, which replace a model's output layer: `output_processor` and two context managers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from lce_torch_bridge._types import LogprobOutput
 from lce_torch_bridge.megatron._output_layer import FusedForward, find_refusal, read_multiplier
-from lce_torch_bridge.megatron._pending import PendingLogits, pending_logits, replace_forward_in_thread, unscaled
+from lce_torch_bridge.megatron._patching import replace_forward_in_thread
+from lce_torch_bridge.megatron._pending_logits import PendingLogits, pending_logits, unscaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fused_losses", "fused_output_layer", "output_processor"]
 
-# Options of `fused_losses`: those that decide how a loss is computed, and not which loss.
+# Options of `fused_losses`. They decide how a loss is computed, not which loss.
 LOSS_OPTIONS = ("cache_bytes", "gradient_threshold", "vocab_part_size", "implementation")
 
 
@@ -39,41 +40,40 @@ def output_processor(
 ) -> LogprobOutput:
     """Returns log-probability and entropy instead of logits.
 
-    ``GPTModel`` calls this function instead of its output layer. Multi-token prediction runs earlier. Its own loss
-    stores logits unless the call is inside `fused_losses`.
+    ``GPTModel`` calls this function instead of its output layer. Multi-token prediction runs earlier, and its loss
+    stores logits unless the model runs inside `fused_losses`.
 
     Args:
-        hidden_states: ``[s, b, h]``, or ``[s / TP, b, h]`` under sequence parallelism. The model passes these, and all
+        hidden_states: ``[s, b, h]``, or ``[s / TP, b, h]`` under sequence parallelism. The model passes this and all
             other arguments except ``context``.
         output_layer: the model's ColumnParallelLinear.
-        output_weight: the embedding's weight where it is tied, else None.
+        output_weight: the embedding's weight if the head is tied to it, else None.
         labels: ``[b, s]``, the labels that the model was called with (for multi-token prediction), used if ``context``
             has none.
-        context: ``labels`` ``[b, s]``, global vocabulary ids, already shifted, and any option of
+        context: a mapping with ``labels`` ``[b, s]``, global vocabulary ids that are already shifted, and any option of
             `lce_torch_bridge.linear_logprobs` except ``tp_group``, ``bias``, ``logit_scale`` and
-            ``reduce_grad_hidden``, which the model sets. ``where`` is ``[b, s]`` bool, or the rows of the flattened
-            ``[b, s]``; a tensor ``temperature`` or ``logit_floor`` broadcasts to ``[b, s]``; ``candidates`` are
-            ``[b, s, K]``. The default of ``wgrad`` is what the layer does: "main_grad" with
-            ``gradient_accumulation_fusion``.
-        scale_logits: the model's multiplier of logits (MuP), which is applied in float32 here.
+            ``reduce_grad_hidden``, which the model sets. ``where`` is ``[b, s]`` bool, or row indices of the flattened
+            ``[b, s]``; a tensor ``temperature`` or ``logit_floor`` broadcasts to ``[b, s]``; ``candidates`` are ``[b,
+            s, K]``. ``wgrad`` defaults to the layer's own behaviour: "main_grad" with ``gradient_accumulation_fusion``.
+        scale_logits: the model's multiplier of logits (MuP), which this function applies in float32.
         config: the model's configuration.
-        runtime_gather_output: None or False. Every rank has all results anyway.
-        inference_context: None. Generation needs logits.
-        **_: other arguments of megatron-core, of this or a later version, which are ignored.
+        runtime_gather_output: None or False, because every rank has all results anyway.
+        inference_context: None, because generation needs logits.
+        **_: other arguments that any version of megatron-core passes; they are ignored.
 
     Returns:
         A `LogprobOutput` of ``[b, s]`` tensors (``[b, s, K]`` for candidates), bitwise equal on all tensor-parallel
-        ranks. Float16Module, which wraps every bf16 and fp16 model in training, turns it into a plain tuple in the same
-        order: unpack it.
+        ranks. Float16Module, which wraps every bf16 and fp16 model in training, turns the `LogprobOutput` into a plain
+        tuple in the same order: unpack it.
 
     Raises:
         NotImplementedError: the model is not supported; the message says why and what to do.
-        ValueError, TypeError: options that do not fit, with the offending values.
+        ValueError, TypeError: options do not fit; the message has their values.
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        That of `linear_logprobs`. Under sequence parallelism the gathered hidden states are saved for the backward
-        pass; Megatron's own layer gathers them twice instead.
+        The memory of `linear_logprobs`. Under sequence parallelism the gathered hidden states are saved for the
+        backward; Megatron's own layer gathers them twice instead.
 
     Example:
         >>> from lce_torch_bridge.megatron import output_processor
@@ -100,14 +100,15 @@ def output_processor(
 def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Unpack[ModelOptions]) -> Iterator[None]:
     """Makes ``model(tokens, positions, mask)`` return the results of `output_processor` instead of logits.
 
-    It supports every model, such as HybridModel, and every version. Call the model without ``labels``. The backward
-    pass may run outside of the block, unless an activation checkpoint around the whole model calls it again.
-    Multi-token prediction keeps its own loss, without logits, as in `fused_losses`.
+    It works with every Megatron model, including HybridModel, and every supported Megatron version. Call the model
+    without ``labels``. The backward pass may run outside of the block, unless an activation checkpoint around the whole
+    model calls the model again. Multi-token prediction keeps its own loss, computed without logits as in
+    `fused_losses`.
 
     Args:
-        model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
-            or other modules. Its methods, and those of its output layer, are replaced for all threads until the block
-            ends. So one thread at a time may be inside; `output_processor` works in several.
+        model: a model with an ``output_layer``, which may be wrapped in DistributedDataParallel, Float16Module,
+            ``torch.compile`` or other modules. Methods of the model and its output layer are replaced for all threads
+            until the block ends. So only one thread at a time may be inside; `output_processor` works in several.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``stats``, ``mean_logit``,
             ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``,
@@ -119,11 +120,11 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
 
     Raises:
         NotImplementedError: the model is not supported; the message says why and what to do.
-        ValueError, TypeError: options that do not fit, with the offending values.
+        ValueError, TypeError: options do not fit; the message has their values.
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        That of `output_processor`.
+        The memory of `output_processor`.
 
     Example:
         >>> from lce_torch_bridge.megatron import fused_output_layer
@@ -151,16 +152,17 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
 
 @contextlib.contextmanager
 def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> Iterator[None]:
-    """Makes a model compute its losses without logits: the loss of ``labels=``, and those of multi-token prediction.
+    """Makes a model compute its losses without logits: the loss of ``labels=``, and multi-token prediction's losses.
 
-    Megatron still rolls labels and masks, weights each depth's loss, logs it with its acceptance rate, and starts its
-    backward pass. `output_processor` may be used inside; `fused_output_layer` needs no `fused_losses`. The block may
-    contain one step or the whole training. If you need logits, call the model outside of the block.
+    Megatron still rolls labels and masks, weights each depth's loss, logs the loss and the acceptance rate, and starts
+    the backward pass. `output_processor` may be used inside the block; `fused_output_layer` does not need
+    `fused_losses`. The block may contain one step or the whole training. If you need logits, call the model outside of
+    the block.
 
     Args:
-        model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
-            or other modules. Its methods, and those of its output layer, are replaced for all threads until the block
-            ends. So one thread at a time may be inside; `output_processor` works in several.
+        model: a model with an ``output_layer``, which may be wrapped in DistributedDataParallel, Float16Module,
+            ``torch.compile`` or other modules. Methods of the model and its output layer are replaced for all threads
+            until the block ends. So only one thread at a time may be inside; `output_processor` works in several.
         **options: ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and ``implementation`` of each loss, as
             in `lce_torch_bridge.linear_logprobs`.
 
@@ -170,16 +172,16 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
     Raises:
         NotImplementedError: the model is not supported, or is called without labels and without a processor; the
             message says why and what to do.
-        RuntimeError: methods are replaced already, such as inside `fused_output_layer`.
-        ValueError, TypeError: options that do not fit, with the offending values.
+        RuntimeError: the methods are already replaced, for example inside `fused_output_layer`.
+        ValueError, TypeError: options do not fit; the message has their values.
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        That of `linear_logprobs`, once for each loss.
+        The memory of `linear_logprobs`, once for each loss.
 
     Numerics:
-        Each loss is Megatron's cross entropy, computed from float32 logits that are not rounded. A prediction counts as
-        accepted if its logit equals the largest logit up to float32's rounding.
+        Each loss is Megatron's cross entropy, computed from unrounded float32 logits. A prediction counts as accepted
+        if its logit equals the largest logit up to float32 rounding.
 
     Example:
         >>> from lce_torch_bridge.megatron import fused_losses
@@ -207,14 +209,14 @@ def _refuse_missing_labels(_pending: PendingLogits) -> LogprobOutput:
 
 
 def _to_batch_first(out: LogprobOutput) -> LogprobOutput:
-    """Returns results ``[s, b]`` as ``[b, s]``."""
+    """Transposes results from ``[s, b]`` to ``[b, s]``."""
     fields: list[Any] = [None if field is None else field.transpose(0, 1).contiguous() for field in out]
     return LogprobOutput(*fields)
 
 
 @contextlib.contextmanager
 def _refuse_model_loss(model: torch.nn.Module) -> Iterator[None]:
-    """Makes the model raise an error if it is called with labels, and so returns its own loss."""
+    """Makes the model raise if it is called with labels, because it then returns its own loss."""
 
     def check(_model: torch.nn.Module, _inputs: Any, out: Any) -> None:
         if not isinstance(out, LogprobOutput):
@@ -231,7 +233,7 @@ def _refuse_model_loss(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _unwrap(model: Any) -> Any:
-    """Returns the model that calls the output layer, without wrappers around it."""
+    """Returns the model that calls the output layer, without the modules that wrap it."""
     name = type(model).__name__
     owners = dict(_find_owners(model, "")) if isinstance(model, torch.nn.Module) else {}
     if not owners:
@@ -253,9 +255,9 @@ def _unwrap(model: Any) -> Any:
 
 
 def _find_owners(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yields the modules that have an output layer themselves, with their paths.
+    """Yields the path and the module of each owner of an output layer.
 
-    ``hasattr`` does not tell, because wrappers pass attributes on. Modules inside an owner are not searched: they are
+    ``hasattr`` would also find wrappers, which pass attributes on. Modules inside an owner are not searched: they are
     most of the model, and have no other head.
     """
     if module._modules.get("output_layer") is not None:

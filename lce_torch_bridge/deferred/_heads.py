@@ -1,4 +1,4 @@
-"""`defer_logits`, which makes a head return `DeferredLogits`."""
+"""`defer_logits`, which replaces the forward of a head, so that it returns `DeferredLogits`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from lce_torch_bridge._types import PLAIN
 from lce_torch_bridge.call import _checks
-from lce_torch_bridge.deferred import _functions
+from lce_torch_bridge.deferred import _dispatch
 from lce_torch_bridge.deferred._deferral import DEFERRAL, PREVIOUS_FORWARD, Deferral
 from lce_torch_bridge.deferred._recipe import Source, count_steps
 from lce_torch_bridge.deferred._tensor import DeferredLogits
@@ -20,34 +20,35 @@ from lce_torch_bridge.tensors import _device
 
 FLOATS = frozenset(_checks.FLOATS)
 
-DeferredLogits.call = TracedLogits.call = staticmethod(_functions.call)
+DeferredLogits.call = TracedLogits.call = staticmethod(_dispatch.call)
 
 
 def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool = False) -> Deferral:
     """Makes a head, or the head of a model, return logits that are computed only when something needs them.
 
     The model's own forward and loss run. While gradients are needed, the head returns a `DeferredLogits`: a tensor with
-    the shape, dtype and device of the logits, and without memory. It records rows, views, casts, factors and tanh.
-    This package computes torch's cross entropy, log-probabilities, lse, entropy, argmax and topk of it without logits.
-    Every other function computes the logits once, by the model's own operations in order, and goes on as without
-    `defer_logits`. A line of the log then says which function it was, and where. So nothing that a model does to its
-    logits, and no term of its loss, is left out.
+    the shape, dtype and device of the logits, but without memory. It records selections of rows, views, casts, factors
+    and tanh. torch's cross entropy, log-probabilities, lse, entropy, argmax and topk of a `DeferredLogits` are computed
+    without logits. Every other function computes the logits once, using the model's own operations in order, and
+    continues as it would without `defer_logits`; a log message then names the function and the line of code. So nothing
+    that a model does to its logits, and no term of its loss, is left out.
 
-    Without gradients the head computes its logits as before, and so does ``generate``. A model that is called with
-    labels defers them without gradients too, so that a loss in evaluation stores no logits.
+    Without gradients, and in ``generate``, the head computes its logits as before. A model that is called with labels
+    defers its logits even without gradients, so that a loss in evaluation stores no logits.
 
-    Deferred logits belong to the head's call. If hidden states or weights are changed in place after the call, or an
-    optimizer makes a step, using the logits raises an error. Writes through ``weight.data`` are not noticed.
+    Use deferred logits before their inputs change. If hidden states or weights are changed in place after the head's
+    call, or an optimizer makes a step, using the logits raises an error. Writes through ``weight.data`` are not
+    noticed.
 
     Call this function before DDP, FSDP or ``torch.compile`` wraps the model. PEFT may come before or after. A model
-    that is pickled and loaded computes its logits: call this function again.
+    that was pickled and loaded computes its logits: call this function again after loading.
 
     Args:
-        module: a linear head, ``model.lm_head``, or a model whose ``get_output_embeddings()`` is one, as those of
-            Transformers are.
-        strict: raises an error where logits would be computed.
-        always: defers without gradients and labels too, such as for log-probabilities of an old policy or a reference.
-            ``generate`` then computes the logits that it reads.
+        module: a linear head, such as ``model.lm_head``, or a model whose ``get_output_embeddings()`` returns one, as
+            in Transformers.
+        strict: whether to raise an error instead of computing logits.
+        always: whether to defer logits even without gradients and labels, for example for log-probabilities of an old
+            policy or a reference. ``generate`` then computes the logits that it reads.
 
     Returns:
         The handle, which counts results and logits and has ``undo()``. A second call with the same module returns the
@@ -58,13 +59,13 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
         NotImplementedError: the head is not a linear layer, or other code has replaced its forward.
 
     Memory:
-        A deferred tensor keeps hidden states and the head's parameters, which the graph keeps anyway, for as long as
-        it is referenced.
+        As long as a deferred tensor is referenced, it keeps hidden states and the head's parameters alive, as the graph
+        does anyway.
 
     Numerics:
-        Results are those of `linear_cross_entropy` and `linear_logprobs`: computed in float32 from products in the
-        head's dtype, then rounded to the dtype that torch returns. In bfloat16 they are more exact than results of
-        stored logits, because stored logits are rounded first.
+        Results come from `linear_cross_entropy` and `linear_logprobs`: they are computed in float32 from products in
+        the head's dtype, then rounded to the dtype that torch returns. In bfloat16 they are more exact than results of
+        stored logits, which are rounded first.
 
     Example:
         >>> import torch
@@ -81,7 +82,7 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
 
 
 def defer(public_name: str, module: torch.nn.Module, strict: bool, always: bool) -> Deferral:
-    """Implements `defer_logits`. Messages name the public function that was called, ``public_name``."""
+    """Implements `defer_logits`. Messages refer to ``public_name``, the public function that was called."""
     if isinstance(module, torch.nn.Module) and _is_deferred(module):
         return getattr(module, DEFERRAL)
     count_steps()
@@ -98,7 +99,7 @@ def defer(public_name: str, module: torch.nn.Module, strict: bool, always: bool)
 
 
 def _is_deferred(module: torch.nn.Module) -> bool:
-    """Whether a module has a forward of this package. A module that was pickled has its class's forward again."""
+    """Whether this package has replaced a module's forward. Cleans up a module that pickling has restored."""
     attributes = vars(module)
     if DEFERRAL in attributes and not hasattr(getattr(attributes.get("forward"), "__func__", None), DEFERRAL):
         for name in (DEFERRAL, PREVIOUS_FORWARD):
@@ -109,7 +110,7 @@ def _is_deferred(module: torch.nn.Module) -> bool:
 
 
 def _attach(deferral: Deferral, head: torch.nn.Module) -> None:
-    """Defers the logits of a head, or of PEFT's trained copies of it."""
+    """Defers the logits of a head, or of each copy of the head that PEFT trains."""
     copies = getattr(head, "modules_to_save", None)
     for layer in [head] if copies is None else copies.values():
         if not _is_deferred(layer):
@@ -128,7 +129,7 @@ def _attach_replaced_head(deferral: Deferral, head: Any) -> None:
 
 
 def _get_head(public_name: str, model: Any) -> Any:
-    """Returns a model's head, as Transformers' ``get_output_embeddings()`` gives it."""
+    """Returns a model's head, from Transformers' ``get_output_embeddings()``."""
     head = getattr(model, "get_output_embeddings", lambda: None)() if isinstance(model, torch.nn.Module) else None
     if head is None:
         actual = type(model).__name__ if isinstance(model, torch.nn.Module) else repr(model)
@@ -140,7 +141,7 @@ def _get_head(public_name: str, model: Any) -> Any:
 
 
 def _refuse_wrapper(public_name: str, module: Any) -> None:
-    """Refuses a wrapper around the model, such as DDP, and objects that hold it, such as a Trainer."""
+    """Refuses a wrapper of a model, such as DDP, and an object that has a model, such as a Trainer."""
     wrappers = {"_orig_mod": "torch.compile", "module": "DDP or FSDP"}
     for name, wrapper in wrappers.items():
         children = vars(module).get("_modules", {}) if isinstance(module, torch.nn.Module) else {}
@@ -170,7 +171,7 @@ def _refuse_other_head(head: Any) -> None:
 
 @functools.cache
 def _make_head_forward(head_class: Any) -> Any:
-    """Returns the forward that replaces a head's."""
+    """Returns the forward that replaces a head's forward."""
     original = head_class.forward
 
     @functools.wraps(original)
@@ -186,7 +187,7 @@ def _make_head_forward(head_class: Any) -> Any:
 
 @functools.cache
 def _make_model_forward(model_class: Any) -> Any:
-    """Returns the forward that replaces a model's, with the same signature, because the Trainer reads it."""
+    """Returns the forward that replaces a model's forward. Its signature is the same, because the Trainer reads it."""
     original = model_class.forward
 
     @functools.wraps(original)
@@ -213,7 +214,7 @@ def _has_labels(original: Any, model: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _make_source(head: Any, input: Any) -> Source | None:
-    """Returns the source of deferred logits, or None if the head is to compute its logits now."""
+    """Returns the source of deferred logits; None if the head should compute its logits now."""
     deferral: Deferral = getattr(head, DEFERRAL)
     in_graph = torch.compiler.is_dynamo_compiling()
     allowed = deferral.labelled_calls or deferral.always or not deferral.has_model
@@ -248,7 +249,7 @@ def _make_source(head: Any, input: Any) -> Source | None:
 
 
 def _explain_freed(head: Any, weight: Any) -> str | None:
-    """Returns why the weight will have no memory when the loss is computed; None otherwise."""
+    """Returns why the weight will have no memory when the loss is computed; None if it will have memory."""
     if hasattr(weight, "ds_id"):
         return "ZeRO-3 frees its weight after the head's forward"
     frame: Any = sys._getframe(3)  # the caller of the head

@@ -22,8 +22,8 @@ from lce_jax.run import kernels
 from lce_jax.run.kernels import Call, Kernel, LaunchedCall
 from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge._types import PER_CANDIDATE
-from lce_torch_bridge.launched_directly import _host, _passes, _way
-from lce_torch_bridge.launched_directly._host import Memory, Tape, find_needed_steps
+from lce_torch_bridge.launched_directly import _launch_with, _launches, _passes
+from lce_torch_bridge.launched_directly._launches import Memory, Tape, find_needed_steps
 from lce_torch_bridge.tensors import _device
 from tests.devices import A100, B200
 from tests.torch import problem as p
@@ -205,15 +205,15 @@ def test_options_that_were_right_once_are_still_checked() -> None:
 def test_a_reason_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX runs such calls, and nothing is planned for the second one. Plans of many shapes do not pile up."""
     as_gpu(monkeypatch)
-    monkeypatch.setattr(_host, "MOST_PLANS", 2)
+    monkeypatch.setattr(_launches, "MOST_PLANS", 2)
     made = []
     for _ in range(2):
-        assert _host.find_plan("float32", lambda: made.append(1) or "no kernel") == "no kernel"
+        assert _launches.find_plan("float32", lambda: made.append(1) or "no kernel") == "no kernel"
     assert made == [1]
-    assert _host.find_plan("plain", lambda: (7,)) == (7,)
-    assert _host.find_plan("plain", list) == (7,)
-    assert _host.find_plan("others", lambda: (8,)) == (8,)
-    assert list(_host._plans) == ["others"]
+    assert _launches.find_plan("plain", lambda: (7,)) == (7,)
+    assert _launches.find_plan("plain", list) == (7,)
+    assert _launches.find_plan("others", lambda: (8,)) == (8,)
+    assert list(_launches._plans) == ["others"]
 
 
 def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_why_jax_runs_a_call_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     as_gpu(monkeypatch)
-    _way._log_reason.cache_clear()
+    _launch_with._log_reason.cache_clear()
     with caplog.at_level(logging.INFO, "lce_torch_bridge"):
         for _ in range(2):
             linear_logprobs(*p.draw(T, H, V, torch.bfloat16), bias=torch.zeros(V))
