@@ -63,7 +63,7 @@ class SharedOptions(OptionsOfTopK, GradientOptions, total=False):
 class OptionsOfKL(OptionsOfTopK, total=False):
     """The options of ``kl``. The other options of `lce_jax.linear_kl` belong to the two heads."""
 
-    direction: Literal["forward", "reverse", "jsd"]
+    direction: Literal["forward", "reverse", "jsd", "tv"]
     beta: float | Float[ArrayLike, ""] | None
     teacher_temperature: float | Float[ArrayLike, "..."] | Literal["same"]
     cache_bytes: int | None

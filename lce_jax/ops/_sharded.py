@@ -232,7 +232,7 @@ def sharded_linear_kl(
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
-    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    direction: Literal["forward", "reverse", "jsd", "tv"] = "forward",
     where: Bool[ArrayLike, "*b"] | None = None,
     **options: Unpack[KLOptions],
 ) -> Float[Array, "*b"]:
@@ -243,7 +243,7 @@ def sharded_linear_kl(
 
     Memory:
         Per device, the memory of `linear_kl` for the device's tokens and columns. One all-gather of six numbers per
-        token merges the shards; with "jsd" there is a second one, of two numbers per token.
+        token merges the shards; with "jsd" and "tv" there is a second one, of two numbers per token.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -266,7 +266,7 @@ class Call:
     vocab_part_size: int | None = None  # columns of a part of the vocabulary; tiles begin at a part's first column
     has_floor: bool = False
     top_k: int = 0  # k of `linear_topk`; 0 in every other function
-    direction: Literal["forward", "reverse", "jsd"] = "forward"  # of `linear_kl`
+    direction: Literal["forward", "reverse", "jsd", "tv"] = "forward"  # of `linear_kl`
     teacher: Call | None = None  # the other head of `linear_kl`
     gradients: RequestedGradients = RequestedGradients()  # the gradients that a differentiated call computes
 
