@@ -185,7 +185,8 @@ def integer(name: str, value: Any) -> int:
 def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> float | None:
     """Returns the teacher's weight in a mixture: the β of a generalised JSD, by default 0.5, and 0.5 of a "tv".
 
-    None: ``chosen`` is a divergence without a mixture. ``ends`` are the names of the divergences that a β of 0 and of 1 would be.
+    None: ``chosen`` is a divergence without a mixture. ``ends`` are the names of the divergences that a β of 0 and of 1
+    would be.
     """
     if chosen != "jsd":
         if beta is not None:

@@ -2,8 +2,8 @@
 
 The forward computes a matrix product per model for each chunk of tokens and each tile of the vocabulary, then the
 statistics of both (eqs. 1 and 6), and merges these (eqs. 2 and 7). A mixture of both distributions needs a second pass
-(eq. 9 or 11). The backward recomputes both products, turns them into the gradients in the student's logits (eqs. 8 and 10),
-and computes the student's two gradient products.
+(eq. 9 or 11). The backward recomputes both products, turns them into the gradients in the student's logits (eqs. 8 and
+10), and computes the student's two gradient products.
 With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles (`mathematics._kl.CachedRatios`).
 `xla._walk` has the loops; a shard's first model is the student.
 """

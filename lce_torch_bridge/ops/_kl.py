@@ -28,7 +28,7 @@ def linear_kl(
     teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor,
     *,
-    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    direction: Literal["forward", "reverse", "jsd", "tv"] = "forward",
     beta: float | None = None,
     bias: torch.Tensor | None = None,
     teacher_bias: torch.Tensor | None = None,
