@@ -208,13 +208,13 @@ def lowered(operands: list[Any], **options: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("direction", ["reverse", pytest.param("jsd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("direction", ["reverse", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jsd", "tv"))])
 def test_lowers(direction: str) -> None:
     """Real heads of different hidden sizes: layouts, alignment, shared memory."""
     cap = {"logit_softcap": 30.0, "teacher_logit_softcap": "same"}
     text = lowered(structs(1000, 2880, 4096, 201088), direction=direction, **cap)
     assert "lce_kl_statistics" in text
-    assert ("lce_kl_mixture_sums" in text) == (direction == "jsd")
+    assert ("lce_kl_mixture_sums" in text) == (direction in ("jsd", "tv"))
     assert "lce_kl_dlogits" in text
 
 
@@ -232,7 +232,7 @@ def test_is_planned() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    "direction", ["reverse", *(pytest.param(x, marks=pytest.mark.slow) for x in ("forward", "jsd"))]
+    "direction", ["reverse", *(pytest.param(x, marks=pytest.mark.slow) for x in ("forward", "jsd", "tv"))]
 )
 def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixture) -> None:
     operands = structs(64, 64, 64, 512)
