@@ -246,8 +246,8 @@ def explain(
             then.
         teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`. Only the shape of
             the labels matters then.
-        direction: "forward", "reverse" or "jsd", of `linear_kl`, which keeps more memory between its passes with the
-            last two.
+        direction: "forward", "reverse", "jsd" or "tv", of `linear_kl`, which keeps more memory between its passes with
+            the last two.
         compile: True to compile the call's programs too, which takes as long as for a run, and to report their memory
             (``Plan.compiled``). Operands or mesh must name devices, or the plan must be for this machine's devices.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,

@@ -293,7 +293,7 @@ class LMHead:
         teacher_hidden: Float[ArrayLike, "*b G"],
         **options: Unpack[OptionsOfKL],
     ) -> Float[Array, "*b"]:
-        """Exact KL divergence from a teacher's head per token, without storing the logits of either head.
+        """Exact divergence from a teacher's head per token, without storing the logits of either head.
 
         Each head has its own scale, cap, bias and dtype. The teacher has no gradient.
 

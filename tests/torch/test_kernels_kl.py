@@ -164,7 +164,8 @@ def test_a_split_vocabulary(programs: list[Any], direction: Any, monkeypatch: py
         found[ranks.rank] = [kl, *grads]
     assert programs
     assert torch.equal(found[0][0], found[1][0])
-    options: Any = {"temperature": temperature, "teacher_temperature": 1.0, "vocab_size": V - 8} | (beta if direction == "jsd" else {})
+    options: Any = {"temperature": temperature, "teacher_temperature": 1.0, "vocab_size": V - 8}
+    options |= beta if direction == "jsd" else {}
     want = evaluate_by_xla(heads, direction=direction, **options)
     compare([found[0][0], found[0][1], torch.cat([found[0][2], found[1][2]])], want)
     other = temperature.clone()
