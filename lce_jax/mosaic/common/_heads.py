@@ -365,9 +365,8 @@ class MixtureRows:
         """Returns the scale of each head, that of p first."""
         return [self._load(head.row_scale) for head in self._refs.heads]
 
-    def shift(self, x: tuple[Array, Array]) -> list[Float[Array, "64 32"]]:
+    def shift(self, x: tuple[Array, Array], k_p: Array, k_q: Array) -> list[Float[Array, "64 32"]]:
         """Returns the u of p and of q, and log2 s_p - log2 s_q."""
-        k_p, k_q = self.load_row_scales()
         max_p, max_q, log_sums = self.load("max_p", "max_q", "log_sums")
         return [jnp.minimum((x[0] - max_p) * k_p, 0.0), jnp.minimum((x[1] - max_q) * k_q, 0.0), log_sums]
 
@@ -387,8 +386,9 @@ class JSDRatios(NamedTuple):
     @classmethod
     def of(cls, x: tuple[Array, Array], rows: MixtureRows) -> JSDRatios:
         """From both x."""
-        u_p, u_q, log_sums = rows.shift(x)
-        (_, k_q), (at_p,) = rows.load_row_scales(), rows.load("at_p")
+        k_p, k_q = rows.load_row_scales()
+        u_p, u_q, log_sums = rows.shift(x, k_p, k_q)
+        (at_p,) = rows.load("at_p")
         d, distance = (u_q - u_p) + log_sums, (x[1] - at_p) * k_q - u_p
         reference = Reference(*rows.load("own", "other", "start", "most"))
         return cls(u_p, u_q, d, *relative_log_ratios(d, distance, reference))
@@ -420,7 +420,7 @@ class TVRatios(NamedTuple):
     @classmethod
     def of(cls, x: tuple[Array, Array], rows: MixtureRows) -> TVRatios:
         """From both x."""
-        u_p, u_q, log_sums = rows.shift(x)
+        u_p, u_q, log_sums = rows.shift(x, *rows.load_row_scales())
         d = (u_q - u_p) + log_sums
         return cls(u_p, u_q, d, relative_signs(d, *rows.load("slope")))
 
