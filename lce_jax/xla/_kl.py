@@ -51,7 +51,7 @@ class KLPlan:
 
     @property
     def student_first(self) -> bool:
-        """Whether p is the student's in eqs. 6 to 10."""
+        """Whether p is the student's in eqs. 6 to 11."""
         return self.direction != "forward"
 
     @property
