@@ -12,7 +12,8 @@ sequences, as your objective requires.
 The losses also work on arrays of all tokens, such as the results of `linear_logprobs`. A per-token argument is then a
 number, or an array with the same dimensions as the results, where a size of 1 means the same for all: ``[b, 1]`` for
 one advantage per sequence. `distillation_loss` takes only arrays of all tokens: the results of
-``linear_logprobs(..., candidates=ids)`` and a teacher's log-probabilities of the same ids.
+``linear_logprobs(..., candidates=ids)`` and a teacher's log-probabilities of the same ids. `lk_alpha` and `lk_lambda`
+take what `linear_kl` returns, and train the draft model of speculative decoding.
 
 A difference of log-probabilities above 80 counts as 80, so that ratios are finite in float32, and has no gradient.
 Leave out tokens that are so far off-policy with ``where``.
@@ -33,9 +34,12 @@ from lce_jax.ops._distillation import distillation_loss
 from lce_jax.types import scalars, shared_checks
 
 if TYPE_CHECKING:
-    from lce_jax.types._shapes import Array, Float
+    from lce_jax.types._shapes import Array, ArrayLike, Float
 
-__all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
+__all__ = [
+    "cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "lk_alpha", "lk_lambda", "ppo_clip",
+    "with_entropy_bonus",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -246,6 +250,69 @@ def cispo(
     return -weight * advantage * logprob
 
 
+def lk_alpha(variation: Float[ArrayLike, "*b"]) -> Float[Array, "*b"]:
+    """``-ln α`` with ``α = 1 - variation``, the probability that a target model accepts a token of its draft.
+
+    Speculative decoding accepts a token of the draft's distribution q with probability ``α = Σ min(p, q)``, where p is
+    the target's. The gradient is that of the variation divided by α, so it does not vanish where α is small.
+
+    Args:
+        variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the draft as student.
+
+    Returns:
+        ``[...]`` in nats, at least 0, in the dtype of ``variation``; 0 in rows that `linear_kl` leaves out. An α below
+        2⁻²⁰ counts as 2⁻²⁰ (2⁻⁴⁹ in float64), because ``variation`` is rounded, and then has no gradient.
+
+    Example:
+        >>> from lce_jax import losses
+        >>> round(float(losses.lk_alpha(0.5)), 4)        # half of the tokens are accepted
+        0.6931
+
+    References:
+        Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding" (2026). It is ``nla``
+        of the speculators library. SpecForge's ``--lk-loss-type alpha`` is -ln of the mean α of all tokens instead.
+    """
+    variation = _as_float(variation)
+    return -jnp.log1p(-jnp.minimum(variation, 1.0 - 8 * float(jnp.finfo(variation.dtype).eps)))
+
+
+def lk_lambda(
+    kl: Float[ArrayLike, "*b"], variation: Float[ArrayLike, "*b"], *, eta: float | Float[ArrayLike, ""] = 3.0
+) -> Float[Array, "*b"]:
+    """``λ·kl + (1 - λ)·variation`` with ``λ = exp(-η·α)`` and ``α = 1 - variation``; λ has no gradient.
+
+    The loss is nearly the KL where the target accepts few tokens of the draft, and turns to the probability of a
+    rejection as the draft improves.
+
+    Args:
+        kl: ``[...]`` KL(target ‖ draft), as ``linear_kl(..., direction="forward")`` returns it for the draft as
+            student.
+        variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the same models.
+        eta: η, at least 0. 0 is the KL alone. The default is the best of the paper's.
+
+    Returns:
+        ``[...]``, at least 0; 0 in rows that `linear_kl` leaves out.
+
+    Raises:
+        ValueError, TypeError: ``eta`` is not a number of at least 0, or the shapes differ.
+
+    Example:
+        >>> from lce_jax import losses
+        >>> round(float(losses.lk_lambda(2.0, 0.5)), 4)        # λ = e^-1.5
+        0.8347
+
+    References:
+        Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding" (2026). It is
+        ``lk_hybrid`` of the speculators library. SpecForge's ``--lk-loss-type lambda`` computes one λ from the mean α
+        of all tokens, as ``kl_scale·exp(-kl_decay·α)``.
+    """
+    kl, variation = _as_float(kl), _as_float(variation)
+    if kl.shape != variation.shape:
+        raise ValueError(f"variation {variation.shape} must have the shape of kl {kl.shape}")
+    weight = jnp.exp(-_not_negative("eta", eta) * (1.0 - lax.stop_gradient(variation)))
+    return weight * kl + (1.0 - weight) * variation
+
+
 def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float[Array, ""]) -> Callable[..., Array]:
     """``loss_fn`` minus ``coefficient·entropy``, which rewards a policy with a high entropy.
 
@@ -283,6 +350,11 @@ def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float
 def _bound(difference: Any) -> Any:
     """Bounds a difference of log-probabilities, so that its exponential is finite. A bounded one has no gradient."""
     return jnp.minimum(difference, _kl.MOST_DISTANCE)
+
+
+def _as_float(x: Any) -> Array:
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _not_negative(name: str, value: Any) -> Any:

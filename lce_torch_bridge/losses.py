@@ -7,7 +7,8 @@
     out = linear_logprobs(hidden, weight, labels, candidates=top.ids)
     loss = losses.distillation_loss(out.candidate_logprobs, top.logprobs, top.ids).mean()
 
-All functions except `distillation_loss` return the loss of each token. Their arguments are ``(logprob, entropy, lse)``,
+All functions return the loss of each token. `distillation_loss` takes candidates, and `lk_alpha` and `lk_lambda` take
+results of `linear_kl`. The arguments of the others are ``(logprob, entropy, lse)``,
 tensors of one shape; then per-token tensors in a fixed order: ``old_logprob``, ``advantage``, ``reference_logprob``;
 then numbers as keyword arguments. They also take a model's results directly:
 ``losses.dapo(*out[:3], old_logprob=old, advantage=advantages)``. Divide the sum by the number of tokens or of
@@ -28,7 +29,10 @@ from lce_jax import losses as jax_losses
 from lce_jax.types import scalars, shared_checks
 from lce_torch_bridge.call import _checks
 
-__all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
+__all__ = [
+    "cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "lk_alpha", "lk_lambda", "ppo_clip",
+    "with_entropy_bonus",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -192,6 +196,65 @@ def cispo(
     del entropy, lse
     shared_checks.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     return -_clip_ratio(_compute_ratio(logprob, old_logprob), clip_low, clip_high).detach() * advantage * logprob
+
+
+def lk_alpha(variation: torch.Tensor) -> torch.Tensor:
+    """Returns ``-ln α`` with ``α = 1 - variation``, the probability that a target model accepts a token of its draft.
+
+    Speculative decoding accepts a token of the draft's distribution q with probability ``α = Σ min(p, q)``, where p is
+    the target's. The gradient is that of the variation divided by α, so it does not vanish where α is small.
+
+    Args:
+        variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the draft as student.
+
+    Returns:
+        ``[...]`` in nats, at least 0, in the dtype of ``variation``; 0 in rows that `linear_kl` leaves out. An α below
+        2⁻²⁰ counts as 2⁻²⁰ (2⁻⁴⁹ in float64), because ``variation`` is rounded, and then has no gradient.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import losses
+        >>> round(losses.lk_alpha(torch.tensor(0.5)).item(), 4)        # half of the tokens are accepted
+        0.6931
+    """
+    variation = _to_float("variation", variation)
+    return -(-variation.clamp(max=1.0 - 8 * torch.finfo(variation.dtype).eps)).log1p()
+
+
+def lk_lambda(kl: torch.Tensor, variation: torch.Tensor, *, eta: float = 3.0) -> torch.Tensor:
+    """Returns ``λ·kl + (1 - λ)·variation`` with ``λ = exp(-η·α)`` and ``α = 1 - variation``; λ has no gradient.
+
+    The loss is nearly the KL where the target accepts few tokens of the draft, and turns to the probability of a
+    rejection as the draft improves.
+
+    Args:
+        kl: ``[...]`` KL(target ‖ draft), as ``linear_kl(..., direction="forward")`` returns it for the draft as
+            student.
+        variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the same models.
+        eta: η, at least 0. 0 is the KL alone. The default is the best of the paper's.
+
+    Returns:
+        ``[...]``, at least 0; 0 in rows that `linear_kl` leaves out.
+
+    Raises:
+        ValueError, TypeError: ``eta`` is not a number of at least 0, or the shapes differ.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import losses
+        >>> round(losses.lk_lambda(torch.tensor(2.0), torch.tensor(0.5)).item(), 4)        # λ = e^-1.5
+        0.8347
+    """
+    kl, variation = _to_float("kl", kl), _to_float("variation", variation)
+    if kl.shape != variation.shape:
+        raise ValueError(f"variation {tuple(variation.shape)} must have the shape of kl {tuple(kl.shape)}")
+    weight = (-scalars.not_negative("eta", eta) * (1.0 - variation.detach())).exp()
+    return weight * kl + (1.0 - weight) * variation
+
+
+def _to_float(name: str, x: torch.Tensor) -> torch.Tensor:
+    _checks.tensor(name, x)
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float) -> Callable[..., torch.Tensor]:

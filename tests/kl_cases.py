@@ -52,6 +52,7 @@ CALLS = [
     call("jsd", direction="jsd"),
     call("ragged jsd", leading=(23,), H=31, G=17, V=1097, where=True, temperature=True, direction="jsd", beta=0.1),
     call("bfloat16 jsd", leading=(64,), H=128, V=512, dtypes=("bfloat16",) * 4, direction="jsd", beta=0.9, spread=4.0),
+    call("ragged tv", leading=(23,), H=31, G=17, V=1097, where=True, temperature=True, direction="tv"),
     call("the same cap and scale", logit_softcap=3.0, logit_scale=0.5, vocab_size=97, teacher_logit_softcap="same",
          teacher_logit_scale="same"),
     call("bfloat16", leading=(64,), H=128, V=512, dtypes=("bfloat16",) * 4),
@@ -60,6 +61,7 @@ CALLS = [
     EVERYTHING,
     EVERYTHING._replace(name="everything, forward", options=(*EVERYTHING.options[:-1], ("direction", "forward"))),
     MIXED,
+    EVERYTHING._replace(name="everything, tv", options=(*EVERYTHING.options[:-1], ("direction", "tv"))),
 ]  # fmt: skip
 
 
@@ -125,6 +127,8 @@ def expected(drawn: Drawn) -> Expected:
         log_m = np.logaddexp(log_p + np.log(beta), log_q + np.log(1 - beta))
         kl = (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
         dz = (1 - beta) * _centred(-np.logaddexp(0, log_p - log_q + np.log(beta) - np.log(1 - beta)), q)
+    elif options["direction"] == "tv":
+        kl, dz = np.abs(p - q).sum(-1) / 2, _centred(np.sign(log_q - log_p) / 2, q)
     else:
         kl, dz = (q * (log_q - log_p)).sum(-1), _centred(log_q - log_p, q)
     draw_ = np.zeros((*unmasked.shape, len(weight)))

@@ -246,8 +246,8 @@ def explain(
         ids: ``[..., K]``, the ids of `linear_logits`, to plan that function. Only the shape of the labels matters then.
         teacher: the teacher's hidden states ``[..., G]`` and its weight, to plan `linear_kl`. Only the shape of the
             labels matters then.
-        direction: the direction of `linear_kl`: "forward", "reverse" or "jsd". The last two keep more memory between
-            the passes.
+        direction: the direction of `linear_kl`: "forward", "reverse", "jsd" or "tv". All but "forward" keep more
+            memory between the passes.
         compile: True to compile the call's programs and report their memory (``Plan.compiled``). That takes as long as
             compiling for a run. Operands or mesh must name devices, or the plan must be for this machine's devices.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,

@@ -63,7 +63,7 @@ class SharedOptions(OptionsOfTopK, GradientOptions, total=False):
 class OptionsOfKL(OptionsOfTopK, total=False):
     """The options of ``kl``. The other options of `lce_jax.linear_kl` belong to the two heads."""
 
-    direction: Literal["forward", "reverse", "jsd"]
+    direction: Literal["forward", "reverse", "jsd", "tv"]
     beta: float | Float[ArrayLike, ""] | None
     teacher_temperature: float | Float[ArrayLike, "..."] | Literal["same"]
     cache_bytes: int | None
@@ -293,7 +293,7 @@ class LMHead:
         teacher_hidden: Float[ArrayLike, "*b G"],
         **options: Unpack[OptionsOfKL],
     ) -> Float[Array, "*b"]:
-        """Returns each token's exact KL divergence from a teacher's head, without storing the logits of either head.
+        """Returns each token's exact divergence from a teacher's head, without storing the logits of either head.
 
         Each head has its own scale, cap, bias and dtype. The teacher has no gradient.
 

@@ -1,4 +1,4 @@
-"""Eqs. 6 to 10: statistics of two heads over one vocabulary, their divergences and the gradients, tile by tile.
+"""Eqs. 6 to 11: statistics of two heads over one vocabulary, their divergences and the gradients, tile by tile.
 
 The forward may cache two numbers of each column of a tile. Here u is relative to each head's largest x in the tile, and
 v is relative to the x of q in the column where the x of p is largest:
@@ -7,7 +7,7 @@ forward    e, the larger of e^{u_p} and e^{u_q}, and t = u_q - u_p. Then e^{u_p}
            e^{u_q} = e · e^{min(t, 0)}. Where the two distributions are close, t is near 0 and its rounding error is a
            fraction of t. So the gradient, which is their difference, has the error of one rounding.
 reverse    e^{u_p} and r = v_q - u_p. r is small where p has its mass, even where q has almost no mass.
-jsd        e^{u_p} and t. The logarithm computed from t is bounded where q has almost no mass.
+jsd, tv    e^{u_p} and t. What is computed from t is bounded where q has almost no mass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float
 
 
-type Direction = Literal["forward", "reverse", "jsd"]  # the ``direction`` of `lce_jax.linear_kl`
+type Direction = Literal["forward", "reverse", "jsd", "tv"]  # the ``direction`` of `lce_jax.linear_kl`
 type RowScale = Float[Array, "T"] | float  # the k of eq. 0
 
 
@@ -243,6 +243,8 @@ def dlogits(ratios: Ratios, rows: KLCoefficients, reverse: bool) -> Float[Array,
     return ratios.e_q * rows.factor_q[:, None] - e_p
 
 
+type Slope = Callable[[Array, Pair[Any]], Array]  # (d, weights) -> the t of eq. 9 or 11
+
 MOST_DISTANCE = 80.0  # the largest difference of log-probabilities that is exponentiated: e^80 is finite in float32
 
 
@@ -254,13 +256,11 @@ class MixtureReference(NamedTuple):
     most: Array | float  # the largest d that is exponentiated: then `relative_log_ratio`'s x is at most e^MOST_DISTANCE
 
     @classmethod
-    def create(
-        cls, d: Array, weights: Pair[Any], compute_log_ratio: Callable[[Array, Pair[Any]], Array] | None = None
-    ) -> tuple[MixtureReference, Array]:
-        """Returns the reference for d₀ = ``d``, and its logarithm t₀, by default that of `log_ratio`."""
-        ratio, log = jnp.exp(d), (compute_log_ratio or log_ratio)(d, weights)
-        most = MOST_DISTANCE - jnp.maximum(log, 0.0)
-        return cls(ratio, weights.student + weights.teacher * ratio, most), log
+    def create(cls, d: Array, weights: Pair[Any], compute_slope: Slope) -> tuple[MixtureReference, Array]:
+        """Returns the reference for d₀ = ``d``, and its t₀."""
+        ratio, slope = jnp.exp(d), compute_slope(d, weights)
+        most = MOST_DISTANCE - jnp.maximum(slope, 0.0)
+        return cls(ratio, weights.student + weights.teacher * ratio, most), slope
 
 
 EQUAL_MODELS = MixtureReference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0: both models are equal there, and t₀ = 0
@@ -366,13 +366,13 @@ type Tile = tuple[Float[Array, "T n"], Float[Array, "T n"]]
 
 
 class Mixture(NamedTuple):
-    """Each token's numbers in eq. 9, [T] each, from statistics of the whole vocabulary."""
+    """Each token's numbers in eq. 9 or 11, [T] each, from statistics of the whole vocabulary."""
 
     references: tuple[Array, Array, Array]  # `KLStatistics.references`
     log_sums: Float[Array, "T"]  # ln s_p - ln s_q
     weights: Pair[Float[Array, "T"]]  # 1 - β and β
     at_p: MixtureReference  # d₀ at the largest x of p, where u_p = v = 0
-    log_at_p: Float[Array, "T"]  # t₀
+    slope_at_p: Float[Array, "T"]  # t₀
 
 
 def mixture(
@@ -380,46 +380,90 @@ def mixture(
     scale_q: RowScale,
     weights: Pair[Any],
     unmasked: Bool[Array, "T"] | None,
-    compute_log_ratio: Callable[[Array, Pair[Any]], Array] | None = None,
+    compute_slope: Slope,
 ) -> Mixture:
-    """Computes the numbers of eq. 9 from statistics of the whole vocabulary. In masked rows, p and q are 0.
+    """Computes the numbers of eq. 9 or 11 from statistics of the whole vocabulary. In masked rows, p and q are 0.
 
-    Kernels, whose language has no ``log1p``, pass their own ``compute_log_ratio``.
+    ``compute_slope`` is that of `CONTRASTS`, or of a kernel, whose language has no ``log1p``.
     """
     stats = fill_masked_rows(stats, unmasked)
     log_sums = jnp.log(stats.sum_p / stats.sum_q)
     at_p = jnp.minimum((stats.at_p - stats.max_q) * scale_q, 0.0) + log_sums
-    return Mixture(stats.references, log_sums, weights, *MixtureReference.create(at_p, weights, compute_log_ratio))
+    return Mixture(stats.references, log_sums, weights, *MixtureReference.create(at_p, weights, compute_slope))
 
 
 class MixtureSums(NamedTuple):
-    """The sums of eq. 9 over some columns."""
+    """The sums of eq. 9 or 11 over some columns."""
 
-    log_ratio_p: Float[Array, "T"]  # b s_p
-    log_ratio_q: Float[Array, "T"]  # a s_q
+    slopes: Float[Array, "T"]  # b s_p
+    distances: Float[Array, "T"]  # a s_q
 
 
-def tile_sums(x: Tile, scales: Scales, rows: Mixture, unpadded: Bool[Array, "n"] | None) -> MixtureSums:
-    """Computes the sums of eq. 9 over a tile of both models' x."""
+class Contrast(NamedTuple):
+    """What a direction computes in the pass that needs both normalisers: eq. 9 of a JSD, or eq. 11."""
+
+    slope: Slope
+    relative_slopes: Callable[[Ratios, Array, Mixture], Array]  # t - t₀ in a tile, from d
+    distances: Callable[[Ratios, Array, Mixture], Array]  # the terms of a s_q in a tile, from d
+    combine: Callable[[Any, Any, Pair[Any]], Any]  # t₀ + b, a and the weights -> the divergence
+
+
+def compare(d: Array, weights: Pair[Any] | None = None) -> Array:
+    """Returns the t of eq. 11, the sign of p - q, which does not depend on ``weights``."""
+    del weights
+    return jnp.where(d > 0.0, -1.0, jnp.where(d < 0.0, 1.0, 0.0))
+
+
+def _relative_log_ratios(ratios: Ratios, d: Array, rows: Mixture) -> Array:
+    weights, reference = jax.tree.map(expand_rows, (rows.weights, rows.at_p))
+    return relative_log_ratio(d, ratios.distance, weights, reference)
+
+
+def _teacher_log_ratios(ratios: Ratios, d: Array, rows: Mixture) -> Array:
+    return ratios.e_q * log_ratio(-d, Pair(rows.weights.teacher[:, None], rows.weights.student[:, None]))
+
+
+def _differences(ratios: Ratios, d: Array, rows: Mixture) -> Array:
+    """Returns s_q |p - q|, without cancellation where p and q are close."""
+    p = ratios.e_p * jnp.exp(-rows.log_sums)[:, None]
+    return jnp.maximum(p, ratios.e_q) * -jnp.expm1(-jnp.abs(d))
+
+
+CONTRASTS: dict[Direction, Contrast] = {
+    "jsd": Contrast(
+        log_ratio, _relative_log_ratios, _teacher_log_ratios, lambda b, a, w: w.student * b + w.teacher * a
+    ),
+    "tv": Contrast(
+        compare,
+        lambda _, d, rows: compare(d) - rows.slope_at_p[:, None],
+        _differences,
+        lambda _, a, w: jnp.minimum(w.teacher * a, 1.0),
+    ),
+}
+
+
+def tile_sums(
+    x: Tile, scales: Scales, rows: Mixture, unpadded: Bool[Array, "n"] | None, contrast: Contrast
+) -> MixtureSums:
+    """Computes the sums of eq. 9 or 11 over a tile of both models' x."""
     ratios = Ratios.of(x, rows.references, scales)
-    d, log_ratio_p = _mixture_logs(ratios, rows)
-    swapped = Pair(rows.weights.teacher[:, None], rows.weights.student[:, None])
-    terms = [ratios.e_p * log_ratio_p, ratios.e_q * log_ratio(-d, swapped)]
+    d = ratios.d + rows.log_sums[:, None]
+    terms = [ratios.e_p * contrast.relative_slopes(ratios, d, rows), contrast.distances(ratios, d, rows)]
     terms = terms if unpadded is None else [jnp.where(unpadded[None, :], x, 0.0) for x in terms]
     return MixtureSums(*sum_rows(*terms))
 
 
 def divergence(
-    sums: MixtureSums, stats: KLStatistics, rows: Mixture, where: Bool[Array, "T"] | None
+    sums: MixtureSums, stats: KLStatistics, rows: Mixture, where: Bool[Array, "T"] | None, contrast: Contrast
 ) -> Float[Array, "T"]:
-    """Computes the JSD of eq. 9 from sums over the whole vocabulary.
+    """Computes the divergence of eq. 9 or 11 from sums over the whole vocabulary.
 
     It is clipped to 0 from below, because rounding could make it negative. It is 0 in masked rows.
     """
     stats = fill_masked_rows(stats, where)
-    kl_p, kl_q = rows.log_at_p + sums.log_ratio_p / stats.sum_p, sums.log_ratio_q / stats.sum_q
-    jsd = jnp.maximum(rows.weights.student * kl_p + rows.weights.teacher * kl_q, 0.0)
-    return jsd if where is None else jnp.where(where, jsd, 0.0)
+    b, a = rows.slope_at_p + sums.slopes / stats.sum_p, sums.distances / stats.sum_q
+    value = jnp.maximum(contrast.combine(b, a, rows.weights), 0.0)
+    return value if where is None else jnp.where(where, value, 0.0)
 
 
 class MixtureCoefficients(NamedTuple):
@@ -445,20 +489,13 @@ def mixture_coefficients(
 ) -> MixtureCoefficients:
     """Computes the coefficients of eq. 10 from sums over the whole vocabulary. Masked rows have no gradient."""
     sum_p = fill_masked_rows(stats, unmasked).sum_p
-    factor_p, mean = cotangent * factor * rows.weights.student / sum_p, sums.log_ratio_p / sum_p
+    factor_p, mean = cotangent * factor * rows.weights.student / sum_p, sums.slopes / sum_p
     if unmasked is not None:
         factor_p, mean = (jnp.where(unmasked, x, 0.0) for x in (factor_p, mean))
     return MixtureCoefficients(rows, factor_p, mean)
 
 
-def mixture_dlogits(ratios: Ratios, rows: MixtureCoefficients) -> Float[Array, "T n"]:
+def mixture_dlogits(ratios: Ratios, rows: MixtureCoefficients, contrast: Contrast) -> Float[Array, "T n"]:
     """Computes eq. 10 over a tile: the gradient of the student's raw products, without the derivative of its cap."""
-    _, log_ratio_p = _mixture_logs(ratios, rows.mixture)
-    return ratios.e_p * rows.factor_p[:, None] * (log_ratio_p - rows.mean[:, None])
-
-
-def _mixture_logs(ratios: Ratios, rows: Mixture) -> tuple[Array, Array]:
-    """Returns ln q - ln p, and the t - t₀ of eq. 9."""
-    d = ratios.d + rows.log_sums[:, None]
-    weights, reference = jax.tree.map(lambda per_token: per_token[:, None], (rows.weights, rows.at_p))
-    return d, relative_log_ratio(d, ratios.distance, weights, reference)
+    slopes = contrast.relative_slopes(ratios, ratios.d + rows.mixture.log_sums[:, None], rows.mixture)
+    return ratios.e_p * rows.factor_p[:, None] * (slopes - rows.mean[:, None])

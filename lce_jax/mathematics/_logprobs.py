@@ -62,11 +62,13 @@ largest:
                                           t - t₀ = -ln(1 + β (e^d - e^{d₀}) / (1 - β + β e^{d₀})),   b = Σ p (t - t₀),
                                           a = KL(q ‖ m) = Σ q (d + t),   JSD = (1 - β) (t₀ + b) + β a
     (10) gradient in the student's logits:                            dz = g (1 - β) p (t - t₀ - b)
+    (11) total variation, with β = 1/2 in (10):   t = sign(p - q) = -sign(d),   t₀ is that of d₀,   b = Σ p (t - t₀),
+                                                  a = Σ |p - q| = Σ max(p, q) (1 - e^{-|d|}),   TV = a / 2
 
 (6) holds because ln p = u_p - ln s_p and ln q = v - (m_q - r) k_q - ln s_q. (6) contains only differences of logits, so
 it does not matter how far apart the logits of the two models are. Because v is relative to r, a nearly one-hot p has a
 c near 0, whatever the q of that column is, so no large numbers cancel in (8). None cancel in (10), because its t is
-relative to t₀. (9) needs both normalisers first, so it takes a second pass over the vocabulary.
+relative to t₀. (9) and (11) need both normalisers first, so they take a second pass over the vocabulary.
 
 With a floor f, the distribution consists of the tokens {v : z_v >= f} and the label. The comparison is in the units of
 x (eq. 0), x < f / k. So a column costs one comparison, and the rounding of k x does not matter. A logit that is NaN is

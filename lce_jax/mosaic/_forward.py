@@ -4,8 +4,8 @@ The order in which tiles are joined depends only on their numbers. So a token's 
 call, however many launches it takes. With many tokens there are several launches, so that the partial statistics stay
 small.
 
-A mixture of two heads has a second pass over the same tiles, after the merge: the sums of eq. 9. The functions for two
-heads have the arguments and results of `lce_jax.xla._kl`.
+A mixture of two heads has a second pass over the same tiles, after the merge: the sums of eq. 9 or 11. The functions
+for two heads have the arguments and results of `lce_jax.xla._kl`.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def kl_statistics(
 
 
 def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, generation: Generation) -> MixtureSums:
-    """Computes the sums of eq. 9 over the shard, [T] each."""
+    """Computes the sums of eq. 9 or 11 over the shard, [T] each."""
     kernel_call = KernelCall.prepare_heads(plan, shard, generation)
     groups = join_mixture(kernel_call, mixture_factors(rows, kernel_call.shape.padded_tokens))
     joined = join_groups(TRACED, MixtureSums, (), kernel_call.prepared.num_rows, groups)
@@ -258,12 +258,13 @@ def join_heads(
 
 
 def join_mixture(kernel_call: KernelCall, factors: Float[Array, "14 Tp"]) -> Float[Array, "groups 2 Tp"]:
-    """Computes the sums of eq. 9 for each group of tiles, in base 2."""
-    assert kernel_call.plan is not None
+    """Computes the sums of eq. 9 or 11 for each group of tiles, in base 2."""
+    plan = kernel_call.plan
+    assert plan is not None
 
     def launch(span: Array, parts: Array, cache: None, *weights: Array) -> tuple[Array, None]:
         given = kernel_call.generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, parts
-        return kernel_call.host.launch(kernels.kl_mixture_sums, *given), cache
+        return kernel_call.host.launch(kernels.kl_mixture_sums, *given, plan.direction), cache
 
-    num_tiles = kernel_call.shape.count_tiles(kernel_call.plan.columns)
+    num_tiles = kernel_call.shape.count_tiles(plan.columns)
     return _join_windows(kernel_call, MixtureSums, (), num_tiles, launch, None, None, 0, factors)[0]

@@ -21,7 +21,7 @@ def linear_kl(
     teacher_hidden: Float[ArrayLike, "*b G"],
     teacher_weight: Float[ArrayLike, "V G"],
     *,
-    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    direction: Literal["forward", "reverse", "jsd", "tv"] = "forward",
     beta: float | Float[ArrayLike, ""] | None = None,
     where: Bool[ArrayLike, "*b"] | None = None,
     teacher_temperature: float | Float[ArrayLike, "..."] | Same = "same",
@@ -31,21 +31,24 @@ def linear_kl(
     teacher_bias: Float[ArrayLike, "V"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "*b"]:
-    """Exact KL or JS divergence of two heads over one whole vocabulary, per token, without storing either's logits.
+    """Exact KL or JS divergence, or total variation, of two heads over one whole vocabulary, per token.
+
+    No logits of either head are stored.
 
     Let p be the teacher's probabilities and q the student's. ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
-    ``"reverse"`` is ``KL(q ‖ p) = Σ q (ln q - ln p)``, and ``"jsd"`` is the generalised Jensen-Shannon divergence
-    ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``. The result has first derivatives with respect to
-    the student's ``hidden``, ``weight`` and ``bias``; the teacher has no gradient. At a temperature τ, multiply the
-    result by τ² to keep the size of the gradients. If you only have a teacher's top k, see
-    `lce_jax.losses.distillation_loss`.
+    ``"reverse"`` is ``KL(q ‖ p) = Σ q (ln q - ln p)``, ``"jsd"`` is the generalised Jensen-Shannon divergence
+    ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``, and ``"tv"`` is ``½ Σ |p - q| = 1 - Σ min(p, q)``,
+    the total variation. The result has first derivatives with respect to the student's ``hidden``, ``weight`` and
+    ``bias``; the teacher has no gradient. At a temperature τ, multiply a KL or JSD by τ² to keep the size of its
+    gradients. If you only have a teacher's top k, see `lce_jax.losses.distillation_loss`.
 
     Args:
         hidden, weight, where: the student's operands, and the rows that count, as in `linear_logprobs`.
         teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
         teacher_weight: ``[V, G]`` the teacher's head, over the same vocabulary.
         direction: "forward" spreads the student over everything that the teacher finds likely; "reverse" keeps it away
-            from what the teacher finds unlikely; "jsd" lies between them.
+            from what the teacher finds unlikely; "jsd" lies between them. "tv" is the probability that speculative
+            decoding rejects a token of the student, which is a draft of its teacher: see `lce_jax.losses.lk_alpha`.
         beta: the teacher's weight β in (0, 1) in "jsd": a number, or an array of shape (), which may be traced. As β
             approaches 0, the gradient approaches β times that of the forward KL; as β approaches 1, it approaches 1 - β
             times that of the reverse KL. The result is exact to rounding near both ends. For β near 1, give a Python
@@ -66,7 +69,7 @@ def linear_kl(
             the same bits, and the gradient of the logits is rounded once more.
 
     Returns:
-        ``[...]`` in nats, at least 0, float32 (float64 if one of the weights is).
+        ``[...]`` in nats, or a probability for "tv", at least 0, float32 (float64 if one of the weights is).
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also weights with
@@ -79,17 +82,19 @@ def linear_kl(
         160 MiB, and the backward takes a chunk of the gradient of the logits. Without kernels, each pass takes a tile
         of both models' logits, together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials. The
         backward also takes ``dhidden`` in float32. Between the passes, six numbers per token are kept, and eight with
-        "jsd". On an H100 in bfloat16, with 4096 tokens, hidden sizes of 4096 and a vocabulary of 151,936, the forward
-        and backward of a KL take 328 MiB, and 7.0 GiB with stored logits. The cache of ``cache_bytes`` is additional,
-        by default up to 1 GiB on a GPU.
+        "jsd" and "tv". On an H100 in bfloat16, with 4096 tokens, hidden sizes of 4096 and a vocabulary of 151,936, the
+        forward and backward of a KL take 328 MiB, and 7.0 GiB with stored logits. The cache of ``cache_bytes`` is
+        additional, by default up to 1 GiB on a GPU.
 
     Numerics:
         Every sum and exponential is float32, and each gradient is rounded once. The backward recomputes the logits, so
-        forward and backward together take four products with the student's head and two with the teacher's. "jsd" takes
-        five and three, because its mixture needs both normalisers first. A full cache saves one product with each head
-        in the backward: three and one, or four and two. Equal heads have a divergence and a gradient of 0 up to
-        rounding. At small temperatures too, value and gradients are as exact as with stored float32 logits. With
-        ``cache_bytes=0`` they are more exact in "reverse" and "jsd" where the student is nearly one-hot.
+        forward and backward together take four products with the student's head and two with the teacher's. "jsd" and
+        "tv" take five and three, because they need both normalisers first. A full cache saves one product with each
+        head in the backward: three and one, or four and two. Equal heads have a divergence and a gradient of 0 up to
+        rounding. The gradient of "tv" jumps where p and q of an id are equal, and 0 stands for its sign there; where
+        they differ by rounding only, the sign is that of the rounding. At small temperatures too, value and gradients
+        are as exact as with stored float32 logits. With ``cache_bytes=0`` they are more exact in "reverse", "jsd"
+        and "tv" where the student is nearly one-hot.
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
@@ -114,7 +119,8 @@ def linear_kl(
         Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), for the forward KL; Gu et al., "MiniLLM:
         Knowledge Distillation of Large Language Models" (2024), for the reverse KL; Agarwal et al., "On-Policy
         Distillation of Language Models: Learning from Self-Generated Mistakes" (2024), eq. 1, for the generalised JSD,
-        which TRL's ``GKDTrainer`` minimises, with its own ``beta``.
+        which TRL's ``GKDTrainer`` minimises, with its own ``beta``; Leviathan et al., "Fast Inference from Transformers
+        via Speculative Decoding" (2023), section 3.3, for the acceptance 1 - TV.
     """
     _options.check_names(linear_kl, options)
     kl_options = {

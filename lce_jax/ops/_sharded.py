@@ -232,18 +232,18 @@ def sharded_linear_kl(
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
-    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    direction: Literal["forward", "reverse", "jsd", "tv"] = "forward",
     where: Bool[ArrayLike, "*b"] | None = None,
     **options: Unpack[KLOptions],
 ) -> Float[Array, "*b"]:
     """`linear_kl` over a mesh, whose axes are named as in `sharded_linear_logprobs` and split both models.
 
     Returns:
-        ``[...]`` in nats, at least 0, split like ``hidden``.
+        ``[...]`` in nats, or a probability for "tv", at least 0, split like ``hidden``.
 
     Memory:
         Per device, the memory of `linear_kl` for the device's tokens and columns. One all-gather of six values per
-        token merges the shards; "jsd" needs a second one, of two values per token.
+        token merges the shards; "jsd" and "tv" need a second one, of two values per token.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -52,7 +52,7 @@ class KLArguments(NamedTuple):
 
     heads: Pair[Arguments]
     direction: Direction
-    beta: Any  # of a JSD
+    beta: Any  # the teacher's weight in a mixture
     implementation: tuple[str, ...] | None  # the names that the caller allows; None: all
 
     @classmethod
@@ -274,7 +274,7 @@ class KLPart(NamedTuple):
     @property
     def has_mixture(self) -> bool:
         """Whether the divergence needs `mixture_sums`."""
-        return self.rows.student.weights is not None
+        return self.plan.contrast is not None
 
     @jax.named_scope("lce_kl_statistics")
     def statistics(self, keep_cache: bool) -> tuple[KLStatistics, Any]:
@@ -289,7 +289,7 @@ class KLPart(NamedTuple):
 
     @jax.named_scope("lce_kl_mixture")
     def mixture_sums(self, stats: KLStatistics) -> MixtureSums:
-        """Computes eq. 9 over these columns, from the statistics of the whole vocabulary."""
+        """Computes eq. 9 or 11 over these columns, from the statistics of the whole vocabulary."""
         mixture = self._take_unmasked_rows(self._mixture(stats, self.rows.student.where))
         mixture_sums = mosaic.kl_mixture_sums if self._has_kernels else _kl_tiles.mixture_sums
         return self._restore_order(mixture_sums(self.plan, self.shard, mixture))
@@ -300,7 +300,7 @@ class KLPart(NamedTuple):
         if sums is None:
             out = _kl.finish(stats, self._row_scales[1], where)
         else:
-            out = _kl.divergence(sums, stats, self._mixture(stats, where), where)
+            out = _kl.divergence(sums, stats, self._mixture(stats, where), where, self._contrast)
         return out if wrong is None else jnp.where(wrong, jnp.nan, out)
 
     @jax.named_scope("lce_kl_gradients")
@@ -338,7 +338,12 @@ class KLPart(NamedTuple):
     def _mixture(self, stats: KLStatistics, live: Bool[Array, "T"] | None) -> Mixture:
         weights = self.rows.student.weights
         assert weights is not None
-        return _kl.mixture(stats, self._row_scales[1], weights, live)
+        return _kl.mixture(stats, self._row_scales[1], weights, live, self._contrast.slope)
+
+    @property
+    def _contrast(self) -> _kl.Contrast:
+        assert self.plan.contrast is not None
+        return self.plan.contrast
 
     def _take_unmasked_rows[T](self, by_token: T) -> T:
         """Takes the unmasked rows of per-token arrays."""

@@ -47,7 +47,7 @@ class LaunchedKL:
 
     Attributes:
         heads: the call of each head.
-        beta: the teacher's weight in a "jsd"; None in the other directions.
+        beta: the teacher's weight in a mixture, ½ in "tv"; None in a KL.
     """
 
     heads: Pair[LaunchedCall]

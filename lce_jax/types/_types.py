@@ -267,7 +267,7 @@ class Call:
     vocab_part_size: int | None = None  # columns per part of the vocabulary; each part begins a new tile
     has_floor: bool = False
     top_k: int = 0  # k of `linear_topk`; 0 in every other function
-    direction: Literal["forward", "reverse", "jsd"] = "forward"  # of `linear_kl`
+    direction: Literal["forward", "reverse", "jsd", "tv"] = "forward"  # of `linear_kl`
     teacher: Call | None = None  # the teacher's call, in `linear_kl`
     gradients: RequestedGradients = RequestedGradients()  # the gradients that a differentiated call computes
 

@@ -47,7 +47,7 @@ __all__ = [
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 INT32_MAX = int(np.iinfo(np.int32).max)
 MOST_CANDIDATES = 512  # the largest number of ids per token
-DIRECTIONS = ("forward", "reverse", "jsd")  # directions of `linear_kl`
+DIRECTIONS = ("forward", "reverse", "jsd", "tv")  # directions of `linear_kl`
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # divergences of `distillation_loss`
 RESTS = ("bin", "drop", "renormalize")  # how a distillation treats the probability outside the candidates
 MOST_MASS = 1.01  # a bound of rounded sums of probabilities, even with bfloat16 log-probabilities
@@ -140,9 +140,9 @@ def integer(name: str, value: Any) -> int:
 
 
 def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> float | None:
-    """Returns the β of a generalised JSD (default 0.5), or None if ``chosen`` is another divergence.
+    """Returns the teacher's weight in a mixture: the β of a generalised JSD (default 0.5), and 0.5 for "tv".
 
-    ``ends`` names the divergences that β = 0 and β = 1 would be.
+    It is None if ``chosen`` is another divergence. ``ends`` names the divergences that β = 0 and β = 1 would be.
     """
     if chosen != "jsd":
         if beta is not None:
@@ -150,7 +150,7 @@ def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> 
                 f'beta={beta!r} is a weight of {argument}="jsd", but {argument} is "{chosen}": leave beta out, or '
                 f'write {argument}="jsd"'
             )
-        return None
+        return 0.5 if chosen == "tv" else None
     beta = number("beta", 0.5 if beta is None else beta)
     if not 0 < beta < 1:
         raise ValueError(f'beta must lie in (0, 1), got {beta}: {argument}="{ends[0]}" is 0, "{ends[1]}" is 1')

@@ -2,8 +2,8 @@
 
 The forward computes a matrix product per model for each chunk of tokens and each tile of the vocabulary, then the
 statistics of both (eqs. 1 and 6), and merges these (eqs. 2 and 7). A mixture of both distributions needs a second pass
-(eq. 9). The backward recomputes both products, turns them into the gradients in the student's logits (eqs. 8 and 10),
-and computes the student's two gradient products.
+(eq. 9 or 11). The backward recomputes both products, turns them into the gradients in the student's logits (eqs. 8 and
+10), and computes the student's two gradient products.
 With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles (`mathematics._kl.CachedRatios`).
 `xla._walk` has the loops; a shard's first model is the student.
 """
@@ -22,6 +22,7 @@ from jax import lax
 from lce_jax.mathematics import _kl, _logprobs, _statistics
 from lce_jax.mathematics._kl import (
     CachedRatios,
+    Contrast,
     Direction,
     KLCoefficients,
     KLStatistics,
@@ -50,13 +51,18 @@ class KLPlan:
 
     @property
     def student_first(self) -> bool:
-        """Whether p is the student's in eqs. 6 to 10."""
+        """Whether p is the student's in eqs. 6 to 11."""
         return self.direction != "forward"
+
+    @property
+    def contrast(self) -> Contrast | None:
+        """What the second pass computes; None: there is none."""
+        return _kl.CONTRASTS.get(self.direction)
 
     @property
     def saved_numbers(self) -> int:
         """How many numbers per token pass from the forward to the backward."""
-        return len(KLStatistics._fields) + (len(MixtureSums._fields) if self.direction == "jsd" else 0)
+        return len(KLStatistics._fields) + (len(MixtureSums._fields) if self.contrast else 0)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -158,7 +164,9 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
 
 
 def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
-    """Computes the sums of eq. 9 over the shard, [T] each."""
+    """Computes the sums of eq. 9 or 11 over the shard, [T] each."""
+    contrast = plan.contrast
+    assert contrast is not None
     # Without the barrier, XLA may keep a tile of the first pass to share it with this one.
     shard = lax.optimization_barrier(shard._replace(rows=rows))
 
@@ -169,7 +177,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     def add(running: tuple[MixtureSums, MixtureSums], tile: LogitTile) -> tuple[MixtureSums, MixtureSums]:
         x, scales = _unscaled_logits(plan, tile).ordered(plan.student_first), _row_scales(plan, tile.tokens)
         sums, errors = running
-        return _statistics.add_compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.live), errors)
+        return _statistics.add_compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.live, contrast), errors)
 
     return jax.tree.map(jnp.add, *plan.walk.fold(shard, empty, add))
 
@@ -187,7 +195,8 @@ def gradients(
         """Computes the gradients in the student's raw products (eq. 8 or 10)."""
         ratios, x = _ratios(plan, tile) if cache is None or tile.index is None else _cached_ratios(plan, tile, cache)
         if isinstance(tile.rows, MixtureCoefficients):
-            d = _kl.mixture_dlogits(ratios, tile.rows)
+            assert plan.contrast is not None
+            d = _kl.mixture_dlogits(ratios, tile.rows, plan.contrast)
         else:
             d = _kl.dlogits(ratios, tile.rows, plan.student_first)
         if call.logit_softcap is not None:

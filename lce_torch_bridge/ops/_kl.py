@@ -28,7 +28,7 @@ def linear_kl(
     teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor,
     *,
-    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    direction: Literal["forward", "reverse", "jsd", "tv"] = "forward",
     beta: float | None = None,
     bias: torch.Tensor | None = None,
     teacher_bias: torch.Tensor | None = None,
@@ -47,20 +47,25 @@ def linear_kl(
     implementation: str | tuple[str, ...] | None = None,
     **unknown: Never,
 ) -> torch.Tensor:
-    """Returns the exact KL or JS divergence of two heads over one vocabulary, per token, without storing logits.
+    """Returns the exact KL or JS divergence, or the total variation, of two heads over one vocabulary, per token.
+
+    No logits of either head are stored.
 
     With the teacher's probabilities p and the student's q, ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
-    ``"reverse"`` is ``KL(q ‖ p) = Σ q (ln q - ln p)``, and ``"jsd"`` is ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with
-    ``m = β p + (1 - β) q``, the generalised Jensen-Shannon divergence. Differentiable, once, in the student's
-    ``hidden``, ``weight`` and ``bias``; the teacher has no gradient. At a temperature τ, multiply by τ² to keep the
-    size of the gradients. If you have only a teacher's top k, see `lce_torch_bridge.losses.distillation_loss`.
+    ``"reverse"`` is ``KL(q ‖ p) = Σ q (ln q - ln p)``, ``"jsd"`` is ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with
+    ``m = β p + (1 - β) q``, the generalised Jensen-Shannon divergence, and ``"tv"`` is the total variation,
+    ``½ Σ |p - q| = 1 - Σ min(p, q)``. Differentiable, once, in the student's ``hidden``, ``weight`` and ``bias``; the
+    teacher has no gradient. At a temperature τ, multiply a KL or JSD by τ² to keep the size of its gradients. If you
+    have only a teacher's top k, see `lce_torch_bridge.losses.distillation_loss`.
 
     Args:
         hidden, weight, bias, logit_scale, logit_softcap, reduce_grad_hidden: as in `linear_logprobs`.
         teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
         teacher_weight: ``[V, G]``, this rank's rows of the teacher's head, over the same vocabulary.
         direction: "forward" gives the student probability wherever the teacher has it; "reverse" takes probability from
-            the student wherever the teacher has none; "jsd" lies between them.
+            the student wherever the teacher has none; "jsd" lies between them. "tv" is the probability that speculative
+            decoding rejects a token of the student, which is a draft of its teacher: see
+            `lce_torch_bridge.losses.lk_alpha`.
         beta: the teacher's weight β in (0, 1) in "jsd". Each value compiles kernels of its own. None: 0.5.
         teacher_bias: ``[V]``, the teacher's bias, without a gradient.
         tp_group: the process group over which the vocabulary of both heads is split into parts of the same size. Rank r
@@ -93,7 +98,7 @@ def linear_kl(
         **unknown: an error; the message names the option that may be meant.
 
     Returns:
-        ``[...]`` in nats, at least 0, float32.
+        ``[...]`` in nats, or a probability for "tv", at least 0, float32.
 
     Raises:
         lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
@@ -108,8 +113,8 @@ def linear_kl(
     Memory:
         The memory of `lce_jax.linear_kl`, and copies of both hidden states, padded to 128, 512, or the next power of
         two of tokens from 2048 on (from 32,768 on, also to the numbers halfway between them). Between forward and
-        backward the call saves the operands, six numbers of four bytes per token ("jsd": eight), the temperatures and
-        the cache. If the call is launched directly (the kernels on a Hopper GPU, without a bias), torch's allocator
+        backward the call saves the operands, six numbers of four bytes per token ("jsd", "tv": eight), the temperatures
+        and the cache. If the call is launched directly (the kernels on a Hopper GPU, without a bias), torch's allocator
         gives all memory, and a backward without ``retain_graph`` computes in the memory of the cache. Otherwise JAX
         keeps its own pool of GPU memory (`init`), with the results and gradients.
 

@@ -9,9 +9,9 @@
 `operators._operators` calls `forward`, `make_empty` and `gradients`.
 
 The operands are hidden, weight and bias of the student, then of the teacher. ``tokens`` has the temperatures. S is the
-merged statistics and, of a "jsd", the sums. The last row of a shard's statistics holds the tokens' tags, which must be
-the same on all shards. Over a group, one all-gather of seven numbers per token collects the shards' statistics, and for
-a "jsd" another one of two numbers collects their sums. All ranks merge them in the same way.
+merged statistics and, of a mixture, its sums. The last row of a shard's statistics holds the tokens' tags, which must
+be the same on all shards. Over a group, one all-gather of seven numbers per token collects the shards' statistics, and
+for a mixture another one of two numbers collects their sums. All ranks merge them in the same way.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def forward(x: Tensors, call: TorchCall, keep: bool) -> list[Any]:
     else:
         stats, *cache = _run_one(build_program(statistics, key, keep_cache), inputs)
         all_ranks, sums = _tensor_parallel.gather(stats, call.group), None
-        if call.jax.direction == "jsd":
+        if call.beta is not None:
             (part,) = _run_one(build_program(mixture, key), (*inputs, all_ranks))
             sums = _tensor_parallel.gather(part, call.group)
         (packed,) = _run_one(build_program(finish, key), (*inputs, all_ranks, sums))
@@ -65,7 +65,7 @@ def make_empty(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """Returns uninitialised tensors of the shapes and dtypes that `forward` returns."""
     tokens = x.hidden.shape[0]
     cache = jax.tree.leaves(_infer_cache(x, call)) if keep and call.keeps_tiles and tokens else []
-    numbers = call.num_temperatures + (8 if call.jax.direction == "jsd" else 6)
+    numbers = call.num_temperatures + (6 if call.beta is None else 8)
     return [
         x.hidden.new_empty((tokens,), dtype=torch.float32),
         x.hidden.new_empty((numbers, tokens), dtype=torch.int32),
@@ -202,7 +202,8 @@ def _unpack(key: ProgramKey, inputs: Any) -> _Unpacked:
     (weight, bias), (teacher_weight, teacher_bias) = (
         (w[:least], None if b is None else b[:least]) for w, b in ((weight, bias), (teacher_weight, teacher_bias))
     )
-    options: dict[str, Any] = {"bias": bias, "teacher_bias": teacher_bias, "beta": call.beta}
+    options: dict[str, Any] = {"bias": bias, "teacher_bias": teacher_bias}
+    options["beta"] = call.beta if call.jax.direction == "jsd" else None
     for prefix, head in zip(("", "teacher_"), call.jax.heads, strict=True):
         options |= {f"{prefix}logit_scale": head.logit_scale, f"{prefix}logit_softcap": head.logit_softcap}
     options |= {"cache_bytes": call.jax.cache_bytes, "precision": key.precision, "implementation": call.jax.requested}

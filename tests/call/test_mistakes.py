@@ -243,7 +243,7 @@ OF_ROW_LOSSES: Mistakes = [
     (dict(loss_fn=lambda a, _, c: (a, c)), ValueError, r"got float32\[\], float32\[\]"),
 ]
 OF_KL: Mistakes = [
-    (dict(direction="forwards"), ValueError, 'direction must be "forward", "reverse" or "jsd"'),
+    (dict(direction="forwards"), ValueError, 'direction must be "forward", "reverse", "jsd" or "tv"'),
     (dict(beta=0, direction="jsd"), ValueError, r'lie in \(0, 1\), got 0.0: direction="forward" is 0'),
     (dict(teacher_hidden=ONES((5, 6))), ValueError, r"hidden \(5, 6\) .* student's \(4, 8\)"),
     (dict(teacher_hidden=[[1.0]]), TypeError, "the teacher's hidden .*array, got list"),

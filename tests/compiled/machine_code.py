@@ -137,7 +137,9 @@ def kernels(device: Device) -> list[tuple[Kernel, str]]:
     return every if device == H200 else [each for each in every if each[0].name.endswith(own)]
 
 
-DIVERGENCES = ("forward", 0), ("forward", 1 << 40), ("reverse", 0), ("jsd", 0), ("jsd", 1 << 40)  # and cache_bytes
+DIVERGENCES = [  # and cache_bytes
+    ("forward", 0), ("forward", 1 << 40), ("reverse", 0), ("jsd", 0), ("jsd", 1 << 40), ("tv", 0), ("tv", 1 << 40),
+]  # fmt: skip
 
 
 def of_two_heads(device: Device) -> Iterator[tuple[Kernel, str]]:
@@ -152,13 +154,7 @@ def of_two_heads(device: Device) -> Iterator[tuple[Kernel, str]]:
         return kernel(*operands)
 
     with mock.patch.object(Traced, "launch", launch), trace_for_device(device):
-        for direction, cache_bytes in (
-            ("forward", 0),
-            ("forward", 1 << 40),
-            ("reverse", 0),
-            ("jsd", 0),
-            ("jsd", 1 << 40),
-        ):
+        for direction, cache_bytes in DIVERGENCES:
             loss = functools.partial(_divergence, direction=direction, cache_bytes=cache_bytes)
             jax.eval_shape(jax.grad(loss, (0, 1)), *head, *head)
             name = f"two heads, {direction}{', a full cache' if cache_bytes else ''}"

@@ -26,6 +26,9 @@ CALLS = [
     call("jsd", leading=(300,), H=512, G=256, V=4000, dtypes=BFLOAT16, temperature=True, direction="jsd", beta=0.3),
     call("jsd, padding", leading=(7, 100), H=256, G=512, V=4000, teachers_columns=4096, vocab_size=3100, where=True,
          dtypes=BFLOAT16, direction="jsd", logit_softcap=5.0, teacher_logit_softcap="same"),
+    call("tv", leading=(300,), H=512, G=256, V=4000, dtypes=BFLOAT16, temperature=True, direction="tv"),
+    call("tv, padding", leading=(7, 100), H=256, G=512, V=4000, teachers_columns=4096, vocab_size=3100, where=True,
+         dtypes=FLOAT16, direction="tv", logit_softcap=5.0, teacher_logit_softcap="same"),
     call("clusters", leading=(2200,), H=192, V=2048, G=64, dtypes=BFLOAT16, where=True, direction="reverse"),
 ]  # fmt: skip
 
@@ -35,7 +38,7 @@ KEPT = [
     for test in CALLS
     for words, number in (("all kept", 1 << 30), ("some kept", 3 << 20))
 ]
-OF_OTHERS = "reverse, some kept", "jsd, padding, some kept"
+OF_OTHERS = "reverse, some kept", "jsd, padding, some kept", "tv, padding, some kept"
 
 
 @pytest.mark.parametrize("test", [*CALLS, *KEPT], ids=str)
@@ -67,7 +70,7 @@ def check(test: Call, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 3 << 30])
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd", "tv"])
 def test_a_real_head(direction: str, cache_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As plain XLA, within 0.4 GiB and the cache."""
     T, H, V = 4096, 4096, 151936

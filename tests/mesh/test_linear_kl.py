@@ -23,6 +23,7 @@ PADDED = call(
     teacher_logit_softcap=4.0, weight_layout="hv", teacher_weight_layout="vh", direction="reverse",
 )  # fmt: skip
 MIXED = PADDED._replace(name="padded, jsd", options=(*PADDED.options[:-1], ("direction", "jsd"), ("beta", 0.3)))
+VARIATION = PADDED._replace(name="padded, tv", options=(*PADDED.options[:-1], ("direction", "tv")))
 
 
 def mesh_of(shape: tuple[int, int], kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
@@ -39,12 +40,13 @@ def assert_right(got: Any, want: kl_cases.Expected) -> None:
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want.gradients, strict=True))
 
 
-@pytest.mark.fast("padded, jsd")
+@pytest.mark.fast("padded, jsd", "padded, tv")
 @combined(
     layout=[
         (PADDED, (2, 2), {"batch_axes": "data", "sequence_axis": "tensor"}),
         (keeping(PLAIN, 1 << 30), (1, 4), {}),
         (keeping(MIXED, 1 << 30), (2, 4), {"batch_axes": "data", "sequence_axis": "tensor"}),
+        (VARIATION, (2, 4), {"batch_axes": "data"}),
     ]
 )
 @values_of("kind", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])  # test_every_function has it
@@ -57,7 +59,7 @@ def test_from_outside(layout: tuple[kl_cases.Call, tuple[int, int], dict[str, An
 
 
 @pytest.mark.fast("forward")
-@pytest.mark.parametrize(("shards", "direction"), [(2, "forward"), (4, "jsd")])
+@pytest.mark.parametrize(("shards", "direction"), [(2, "forward"), (4, "jsd"), (2, "tv")])
 def test_every_shard_holds_the_same_bits(shards: int, direction: str) -> None:
     """Without ``check_vma``, where the cotangent of each shard's copy is its own."""
     test = PLAIN._replace(leading=(24,), options=(("direction", direction),))

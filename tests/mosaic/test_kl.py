@@ -57,6 +57,10 @@ CAPPED_MIXTURE = call(
     "a mixture, caps, clusters", leading=(136,), H=64, G=64, V=520, logit_softcap=3.0, teacher_logit_softcap=None,
     teacher_temperature=0.7, logit_scale=1.3, teacher_logit_scale="same", dtypes=BFLOAT16, direction="jsd", beta=0.8,
 )  # fmt: skip
+VARIATION = PADDED._replace(name="a total variation", options=(*PADDED.options, ("direction", "tv")))
+CAPPED_VARIATION = CAPPED_MIXTURE._replace(
+    name="a total variation, caps, clusters", options=(*CAPPED_MIXTURE.options[:-2], ("direction", "tv"))
+)
 TILE_BYTES = 128 * (6 * 256 + 12)  # of a tile of up to 128 tokens that is kept
 
 
@@ -69,6 +73,7 @@ def keeping(test: Call, tiles: int, bytes_per_tile: int = TILE_BYTES) -> Call:
 KEPT = [
     pytest.param(keeping(PADDED, 2), sm90.HOPPER, id="all kept", marks=pytest.mark.slow),
     pytest.param(keeping(MIXTURE, 1), sm90.HOPPER, id="a mixture, some kept"),
+    pytest.param(keeping(VARIATION, 1), sm90.HOPPER, id="a total variation, some kept"),
     pytest.param(keeping(CAPPED, 2, 2 * TILE_BYTES), HOPPER_IN_PIECES, id="reverse, caps, some kept"),
     pytest.param(keeping(COLD, 2), sm90.HOPPER, id="cold, a cap, all kept", marks=pytest.mark.slow),
     pytest.param(keeping(SHARP, 2, 2 * TILE_BYTES), sm90.HOPPER, id="float16, all kept", marks=pytest.mark.slow),
@@ -84,6 +89,7 @@ CALLS = [
     pytest.param(SHARP, sm90.HOPPER, id=SHARP.name, marks=pytest.mark.slow),
     pytest.param(MOSTLY_TEACHER, sm90.HOPPER, id=MOSTLY_TEACHER.name, marks=pytest.mark.slow),
     pytest.param(CAPPED_MIXTURE, HOPPER_IN_PIECES, id=CAPPED_MIXTURE.name, marks=pytest.mark.slow),
+    pytest.param(CAPPED_VARIATION, HOPPER_IN_PIECES, id=CAPPED_VARIATION.name, marks=pytest.mark.slow),
 ]
 
 
@@ -93,6 +99,7 @@ def by_mma(generation: Generation) -> list[Any]:
     of = [
         (keeping(PADDED, 1), generation), (keeping(CAPPED, 2, 2 * TILE_BYTES), in_pieces), (MOSTLY_TEACHER, generation),
         (SHARP, generation), (keeping(CAPPED_MIXTURE, 3, 2 * TILE_BYTES), in_pieces),
+        (keeping(VARIATION, 1), generation),
     ]  # fmt: skip
     return [pytest.param(in_atoms(test, atom), own, id=f"{test}-{own.compute_capabilities[0]}") for test, own in of]
 
@@ -114,7 +121,7 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return kl, gradients[:2]
 
 
-@pytest.mark.fast("mixture, some kept", "wider teacher, 1 tiles kept-8.9")
+@pytest.mark.fast("mixture, some kept", "variation, some kept", "wider teacher, 1 tiles kept-8.9")
 @pytest.mark.parametrize(("test", "generation"), [*CALLS, *by_mma(mma.SM120), *by_mma(mma.SM89)])
 def test_matches_float64(
     test: Call, generation: Generation, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -201,13 +208,13 @@ def lowered(operands: list[Any], **options: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("direction", ["reverse", pytest.param("jsd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("direction", ["reverse", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jsd", "tv"))])
 def test_lowers(direction: str) -> None:
     """Real heads of different hidden sizes: layouts, alignment, shared memory."""
     cap = {"logit_softcap": 30.0, "teacher_logit_softcap": "same"}
     text = lowered(structs(1000, 2880, 4096, 201088), direction=direction, **cap)
     assert "lce_kl_statistics" in text
-    assert ("lce_kl_mixture_sums" in text) == (direction == "jsd")
+    assert ("lce_kl_mixture_sums" in text) == (direction in ("jsd", "tv"))
     assert "lce_kl_dlogits" in text
 
 
@@ -225,7 +232,7 @@ def test_is_planned() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    "direction", ["reverse", *(pytest.param(x, marks=pytest.mark.slow) for x in ("forward", "jsd"))]
+    "direction", ["reverse", *(pytest.param(x, marks=pytest.mark.slow) for x in ("forward", "jsd", "tv"))]
 )
 def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixture) -> None:
     operands = structs(64, 64, 64, 512)

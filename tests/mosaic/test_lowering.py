@@ -137,7 +137,7 @@ def test_no_kernel_needs_a_search_for_layouts(monkeypatch: pytest.MonkeyPatch) -
     for module in [x for x in sys.modules.values() if getattr(x, "infer_layout", None) is infer]:
         monkeypatch.setattr(module, "infer_layout", infer_counted)
     head = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16)
-    for direction in ("forward", "jsd"):
+    for direction in ("forward", "jsd", "tv"):
         for cache_bytes in (0, 1 << 30):
             options = {"direction": direction, "cache_bytes": cache_bytes, "implementation": "mosaic_gpu"}
             loss = functools.partial(_sum_divergence, **options)

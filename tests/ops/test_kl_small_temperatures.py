@@ -62,6 +62,8 @@ def stored(hidden, weight, teacher_hidden, teacher_weight, *, direction, tempera
         return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
     if direction == "reverse":
         return jnp.sum(jnp.exp(q) * (q - p), axis=-1)
+    if direction == "tv":
+        return jnp.sum(jnp.abs(jnp.exp(p) - jnp.exp(q)), axis=-1) / 2
     m = jnp.logaddexp(p, q) - jnp.log(2.0)
     return jnp.sum(jnp.exp(p) * (p - m) + jnp.exp(q) * (q - m), axis=-1) / 2
 
@@ -124,13 +126,13 @@ def assert_as_exact_as_stored(drawn: Drawn, shards: int) -> None:
 
 
 @pytest.mark.slow
-@combined(direction=["forward", "reverse", "jsd"], softcap=[None, 3.0], models=[*MODELS])
+@combined(direction=["forward", "reverse", "jsd", "tv"], softcap=[None, 3.0], models=[*MODELS])
 def test_gradients(direction: str, softcap: float | None, models: str) -> None:
     assert_as_exact_as_stored(draw(models, direction, softcap), 1)
 
 
 @pytest.mark.fast("('reverse', 4)-near")
-@combined(split=[("forward", 2), ("reverse", 4), ("jsd", 2)], models=["random", "near, peaked"])
+@combined(split=[("forward", 2), ("reverse", 4), ("jsd", 2), ("tv", 2)], models=["random", "near, peaked"])
 def test_a_split_vocabulary(split: tuple[str, int], models: str) -> None:
     direction, shards = split
     assert_as_exact_as_stored(draw(models, direction, 3.0 if shards == 2 else None), shards)
@@ -139,7 +141,7 @@ def test_a_split_vocabulary(split: tuple[str, int], models: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "models", "temperature"),
-    [("reverse", "random", 1e-3), ("jsd", "random", 1e-1), ("jsd", "peaked", 1.0)],
+    [("reverse", "random", 1e-3), ("jsd", "random", 1e-1), ("jsd", "peaked", 1.0), ("tv", "peaked", 1.0)],
 )
 def test_models_that_share_little(direction: str, models: str, temperature: float) -> None:
     """A student that is nearly one-hot, elsewhere than its teacher: the gradient is a rest of 1e-3 to 1e-13.

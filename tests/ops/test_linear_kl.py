@@ -29,7 +29,7 @@ def assert_right(got: Any, want: kl_cases.Expected, operands: Any) -> None:
         assert oracle.relative_norm(gradient, true) < 2e-6 + rounding
 
 
-@pytest.mark.fast("ragged, reverse", "bfloat16 jsd", "everything, ", "one column", "mixed", "the same cap")
+@pytest.mark.fast("ragged, reverse", "bfloat16 jsd", "everything, ", "one column", "mixed", "the same cap", "ragged tv")
 @pytest.mark.parametrize("test", kl_cases.CALLS, ids=str)
 def test_matches_float64(test: kl_cases.Call) -> None:
     drawn = draw(test)
@@ -75,22 +75,23 @@ def test_models_far_apart(direction: str) -> None:
 @pytest.mark.slow
 def test_huge_logits_are_finite() -> None:
     drawn = draw(call("huge", V=600, spread=1e4))
-    for direction in ("forward", "reverse", "jsd"):
+    for direction in ("forward", "reverse", "tv", "jsd"):
         kl, gradients = evaluate(drawn, direction=direction)
         assert all(np.isfinite(np.asarray(x)).all() for x in (kl, *gradients))
     assert abs(float(jnp.max(kl)) - math.log(2)) < 4e-3  # disjoint one-hots; logits of 3e4 round to 2e-3
 
 
 @pytest.mark.slow
-@values_of("direction", ["forward", "reverse", "jsd"], slow=["forward"])
+@values_of("direction", ["forward", "reverse", "jsd", "tv"], slow=["forward"])
 def test_equal_heads(direction: str) -> None:
     """Divergence and gradient are rounding, beside probabilities that sum to 1."""
     cap = {"logit_softcap": 5.0, "teacher_logit_softcap": "same"}
     drawn = draw(call("equal", V=600, temperature=True, spread=3.0, direction=direction, **cap))
     kl, (dhidden, dweight) = evaluate(drawn._replace(teacher=drawn.student))
     assert float(jnp.max(kl)) < 1e-6
-    assert float(jnp.max(jnp.abs(dhidden))) < 1e-6
-    assert float(jnp.max(jnp.abs(dweight))) < 1e-6
+    most = 0.0 if direction == "tv" else 1e-6  # the sign of a rounding error would not be small
+    assert float(jnp.max(jnp.abs(dhidden))) <= most
+    assert float(jnp.max(jnp.abs(dweight))) <= most
 
 
 def test_a_head_shifted_by_a_constant_is_equal() -> None:
@@ -152,7 +153,7 @@ def test_a_traced_beta_and_its_ends() -> None:
 
 
 @pytest.mark.slow
-@combined(direction=["forward", "reverse", "jsd"], softcap=[None, 3.0])
+@combined(direction=["forward", "reverse", "jsd", "tv"], softcap=[None, 3.0])
 def test_padding_temperatures(direction: str, softcap: float | None) -> None:
     """A row at 1e-8 without a cotangent adds nothing to the gradients, and one with a cotangent keeps to itself."""
     cap = {"logit_softcap": softcap, "teacher_logit_softcap": "same"}
@@ -166,7 +167,7 @@ def test_padding_temperatures(direction: str, softcap: float | None) -> None:
     assert oracle.relative_norm(dweight, without) < 1e-6
 
 
-@values_of("direction", ["forward", "reverse", "jsd"], slow=["forward", "reverse"])
+@values_of("direction", ["forward", "reverse", "jsd", "tv"], slow=["forward", "reverse", "tv"])
 def test_a_wrong_temperature_beside_a_tiny_one(direction: str) -> None:
     """The row has no gradient, and the others theirs: its distances overflow, and 0 · inf is NaN."""
     drawn = draw(call("wrong", leading=(6,), direction=direction))
@@ -237,7 +238,7 @@ def test_the_teacher_has_no_gradient_and_a_second_derivative_is_refused() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "direction"), [(True, "forward"), (False, "jsd")])
+@pytest.mark.parametrize(("where", "direction"), [(True, "forward"), (False, "jsd"), (True, "tv")])
 def test_memory(where: bool, direction: str) -> None:
     """No array of T x V; the temporary bytes are tiles, and do not grow with the vocabulary."""
     T, H, G, struct = 2048, 128, 256, jax.ShapeDtypeStruct
@@ -262,7 +263,7 @@ def test_memory(where: bool, direction: str) -> None:
 
 
 @pytest.mark.fast("jsd--inf")
-@combined(direction=["forward", "reverse", "jsd"], lowest=[-jnp.inf, -3e38])
+@combined(direction=["forward", "reverse", "jsd", "tv"], lowest=[-jnp.inf, -3e38])
 def test_ids_that_both_biases_rule_out(direction: str, lowest: float) -> None:
     drawn = draw(call("ruled out", bias=True, temperature=True, direction=direction))
     out = jnp.arange(104) % 3 == 1

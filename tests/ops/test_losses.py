@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import linear_loss, losses
-from tests import cases
+from lce_jax import linear_kl, linear_loss, losses
+from tests import cases, kl_cases
 
 OLD, REFERENCE = -1.5, -1.1
 LOGPROBS = [-3.0, -1.6, -1.5, -1.4, -0.2]  # ratios from 0.22 to 3.7
@@ -56,6 +56,38 @@ def test_cross_entropy_and_entropy_bonus() -> None:
     assert losses.cross_entropy(-2.0, None, 3.0) == 2.0
     bonus = losses.with_entropy_bonus(functools.partial(losses.cross_entropy, z_loss=0.1), 0.25)
     assert bonus(-2.0, 4.0, 3.0) == pytest.approx(2.0 + 0.9 - 1.0)
+
+
+@pytest.mark.parametrize("variation", [0.0, 1e-6, 0.4, 0.9, 1 - 2**-19])
+def test_losses_of_draft_models(variation: float) -> None:
+    """λ has no gradient; a variation of 1e-6 is not lost beside 1."""
+    (alpha, slope), kl = jax.value_and_grad(losses.lk_alpha)(variation), 0.7
+    assert (alpha, slope) == pytest.approx((-np.log1p(-variation), 1 / (1 - variation)), rel=1e-6)
+    (mix, slopes), weight = jax.value_and_grad(losses.lk_lambda, (0, 1))(kl, variation), np.exp(variation * 3 - 3)
+    assert mix == pytest.approx(weight * kl + (1 - weight) * variation, rel=1e-6)
+    assert slopes == pytest.approx((weight, 1 - weight), rel=1e-6, abs=1e-7)
+    assert losses.lk_lambda(kl, variation, eta=0.0) == pytest.approx(kl)
+
+
+def test_a_draft_whose_tokens_are_all_rejected() -> None:
+    """The loss is finite and has no gradient, as the docstring says; NaN is kept."""
+    values, slopes = jax.vmap(jax.value_and_grad(losses.lk_alpha))(jnp.array([1.0, 1 - 2**-22, 1 - 2**-19, jnp.nan]))
+    np.testing.assert_allclose(values[:3], np.log(2.0) * np.array([20, 20, 19]), rtol=1e-6)
+    np.testing.assert_array_equal(slopes[:3], [0, 0, 2**19])
+    assert np.isnan(values[3])
+
+
+def test_one_step_along_lk_alpha_raises_acceptance() -> None:
+    """Through `linear_kl`, whose masked rows are 0."""
+    drawn = kl_cases.draw(kl_cases.call("draft", leading=(8,), where=True))
+    hidden, weight = drawn.student
+
+    def variation(weight: Any) -> Any:
+        return linear_kl(hidden, weight, *drawn.teacher, direction="tv", **drawn.options)
+
+    loss, slope = jax.value_and_grad(lambda w: losses.lk_alpha(variation(w)).sum())(weight)
+    assert loss > losses.lk_alpha(variation(weight - 1e-3 * slope)).sum()
+    assert not losses.lk_alpha(variation(weight))[~drawn.options["where"]].any()
 
 
 NAMES = "old_logprob", "advantage", "reference_logprob"
@@ -135,6 +167,8 @@ def test_parameters_may_be_traced() -> None:
         (lambda: losses.cross_entropy(0.0, None, 0.0, z_loss=-1.0), "z_loss .*negative, got -1"),
         (lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=-0.5), "clip .*negative, got -0.5"),
         (lambda: losses.grpo(0.0, None, 0.0, 0.0, 0.0, 0.0, kl=-0.5), "kl .*negative, got -0.5"),
+        (lambda: losses.lk_lambda(0.0, 0.0, eta=-1.0), "eta .*negative, got -1"),
+        (lambda: losses.lk_lambda(jnp.ones((2, 3)), jnp.ones(2)), r"variation \(2,\) must .* kl \(2, 3\)"),
         (lambda: losses.with_entropy_bonus(losses.dapo, "1"), "coefficient must be .*'1'"),
         (
             lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=jnp.float32(-0.5)),

@@ -28,6 +28,7 @@ FUNCTIONS = {
     "floor": lambda h, w: linear_logprobs(h, w, LABELS, entropy=False, logit_floor=jnp.full(T, -5.0)),
     "threshold": lambda h, w: linear_logprobs(h, w, LABELS, entropy=False, gradient_threshold=1e-4),
     "kl": lambda h, w: linear_kl(h, w, 1.1 * HIDDEN, WEIGHT),
+    "tv of a teacher": lambda h, w: linear_kl(1.1 * HIDDEN, WEIGHT, h, w, direction="tv"),
     "jsd of a teacher": lambda h, w: linear_kl(1.1 * HIDDEN, WEIGHT, h, w, direction="jsd"),
     "largest": lambda h, w: linear_topk(h, w, 3).lse,
 }

@@ -64,7 +64,7 @@ def kl_sum(hidden: Any, weight: Any, labels: Any, *, candidates: Any, bias: Any 
     own = {**options, "bias": bias, "teacher_bias": bias}
     own |= {"teacher_logit_scale": "same", "teacher_logit_softcap": "same"}
     kl = functools.partial(lce_jax.linear_kl, hidden, weight, hidden + 1.0, weight, **own)
-    return sum(jnp.sum(kl(direction=direction)) for direction in ("forward", "reverse", "jsd"))
+    return sum(jnp.sum(kl(direction=direction)) for direction in ("forward", "reverse", "jsd", "tv"))
 
 
 FUNCTIONS = [logprobs_sum, cross_entropy_sum, loss_sum, logits_sum, topk_sum, kl_sum]

@@ -39,11 +39,11 @@ def largest(function: Any, dtype: str = r"(?:bf|f|i|ui)\d+") -> int:
 
 
 FUNCTIONS = {"candidates": candidates, "linear_logits": linear_logits}
-FUNCTIONS |= {f"linear_kl, {direction}": divergence(direction) for direction in ("forward", "reverse", "jsd")}
+FUNCTIONS |= {f"linear_kl, {direction}": divergence(direction) for direction in ("forward", "reverse", "jsd", "tv")}
 
 
 @pytest.mark.fast("linear_logits", "reverse")
-@values_of("name", FUNCTIONS, slow=["linear_kl, forward", "linear_kl, jsd"])
+@values_of("name", FUNCTIONS, slow=["linear_kl, forward", "linear_kl, jsd", "linear_kl, tv"])
 def test_forward_and_backward(name: str) -> None:
     def step(hidden: Any, weight: Any, ids: Any) -> Any:
         def loss(hidden: Any, weight: Any) -> Any:

@@ -151,7 +151,9 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, call: TorchCall) -> tor
     def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.exp() * (a - b)).sum(-1)
 
-    if call.jax.direction == "jsd":
+    if call.jax.direction == "tv":
+        return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    if call.beta is not None:
         beta = torch.tensor(call.beta, dtype=torch.float64)
         log_m = torch.logaddexp(log_p + beta.log(), log_q + (1 - beta).log())
         return call.beta * kl(log_p, log_m) + (1 - call.beta) * kl(log_q, log_m)

@@ -58,7 +58,7 @@ PARTS = {
 }  # fmt: skip
 
 
-DIVERGENCES = "kl=forward", "kl=reverse", "kl=jsd"
+DIVERGENCES = "kl=forward", "kl=reverse", "kl=jsd", "kl=tv"
 
 
 class Filled(TorchFunctionMode):
@@ -155,7 +155,9 @@ def check_divergence(direction: Any) -> list[torch.Tensor]:
     log_p = (other.hidden.double() @ other.weight[:size].double().T).log_softmax(-1)
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
     means = [(a.exp() * (a - b)).sum(-1) for a, b in ((log_p, log_q), (log_q, log_p), (log_p, log_m), (log_q, log_m))]
-    want = {"forward": means[0], "reverse": means[1], "jsd": (means[2] + means[3]) / 2}[direction]
+    variation = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    divergences = {"forward": means[0], "reverse": means[1], "jsd": (means[2] + means[3]) / 2, "tv": variation}
+    want = divergences[direction]
     wanted = torch.autograd.grad((seed * want).sum(), true)
     own.weight[size:] = other.weight[size:] = float("nan")
     leaves = own.to(DEVICE).leaves()[:2]

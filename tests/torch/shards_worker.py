@@ -233,6 +233,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [  # of 97 columns the last one's some
 MORE = [(f.logprobs, SCALED), (f.logprobs, dict(vocab_size=97)), (f.logprobs, dict(vocab_size=40))]
 MORE += [(f.cross_entropy, {}), (f.entropy, {}), (f.logits, {}), (twice_the_same, dict(vocab_size=40))]
 MORE += [(divergence, dict(vocab_size=40)), (divergence, CAPPED | dict(vocab_size=97, direction="reverse"))]
+MORE += [(divergence, CAPPED | dict(vocab_size=97, direction="tv"))]
 
 
 def more_of_every_function(group: dist.ProcessGroup) -> None:

@@ -281,7 +281,7 @@ def test_logits_at_ids() -> None:
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd", "tv"])
 def test_divergences(direction: Any, cache_bytes: int) -> None:
     """Kernels that JAX runs: no further from float64 than one rounding of the gradient in the logits."""
     own, teachers = draw(3000, 512, 16000), p.draw(3000, 256, 16000, torch.bfloat16, seed=1).to("cuda")
@@ -293,6 +293,8 @@ def test_divergences(direction: Any, cache_bytes: int) -> None:
         if direction == "jsd":
             log_m = torch.logaddexp(log_q, log_p) - math.log(2)
             return ((log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)) / 2).sum(-1)
+        if direction == "tv":
+            return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
         d = log_p - log_q
         return (log_p.exp() * d if direction == "forward" else log_q.exp() * -d).sum(-1)
 

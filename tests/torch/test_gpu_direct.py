@@ -335,13 +335,14 @@ def seeds_of(kl: torch.Tensor) -> torch.Tensor:
 
 KEPT = [
     {"direction": direction, "cache_bytes": cache_bytes}
-    for direction in ("forward", "reverse", "jsd")
+    for direction in ("forward", "reverse", "jsd", "tv")
     for cache_bytes in (0, 8 << 20, 1 << 30)
 ]
 OF_HEADS: list[dict[str, Any]] = [
     {"vocab_size": 8001, "temperature": 0.7, "teacher_temperature": 1.3, "logit_softcap": 5.0,
      "teacher_logit_softcap": None, "cache_bytes": 8 << 20},
     {"direction": "jsd", "beta": 0.8, "vocab_size": 100, "temperature": 0.5},
+    {"direction": "tv", "vocab_size": 100, "temperature": 0.5},
 ]  # fmt: skip
 
 
@@ -363,7 +364,7 @@ def test_a_trace_knows_what_a_divergence_keeps(options: dict[str, Any]) -> None:
     """The shapes that torch.compile is told."""
     problem = draw(700, 512, 8192)
     teacher_hidden, teacher_weight = draw_teacher(problem)
-    beta = {"beta": 0.5} if options["direction"] == "jsd" else {}
+    beta = {"beta": 0.5} if options["direction"] in ("jsd", "tv") else {}
     call = make_call(function="linear_kl", vocab_size=8000, **options, **beta)
     heads: Any = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
     x = Tensors(problem.hidden, problem.weight, None, problem.labels)._replace(**heads)

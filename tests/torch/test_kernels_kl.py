@@ -76,6 +76,8 @@ TILE = 128 * (6 * 256 + 12)  # bytes of a tile of up to 128 tokens that is kept
     [
         (9, 520, CAPS | {"temperature": "each", "vocab_size": 500, "cache_bytes": TILE}),
         (9, 520, {"direction": "jsd", "beta": 0.9, "temperature": "each", "teacher_temperature": 0.7}),
+        (9, 520, {"direction": "tv", "temperature": "each", "teacher_temperature": 0.7, "cache_bytes": TILE}),
+        slow(140, 784, {"direction": "tv", "vocab_size": 700, "where": "some"} | CAPS),
         slow(9, 264, {}),
         slow(140, 784, {"direction": "reverse", "cache_bytes": 1 << 40} | CAPS),
         slow(128, 520, {"direction": "reverse", "where": "some", "teacher_temperature": 2.0}),
@@ -137,12 +139,12 @@ def test_main_grad(programs: list[Any]) -> None:
     assert not torch.equal(added, added.bfloat16().float())
 
 
-@pytest.mark.parametrize("direction", ["forward", slow("jsd")])
+@pytest.mark.parametrize("direction", ["forward", slow("jsd"), slow("tv")])
 def test_a_split_vocabulary(programs: list[Any], direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results and gradients of a whole one, the same bits on both ranks; NaN in the row that differs."""
     T, V = 9, 528
     heads, ranks = draw(T, V), Ranks(monkeypatch)
-    beta = {"beta": 0.6} if direction == "jsd" else {}
+    beta = {"beta": {"jsd": 0.6, "tv": 0.5}[direction]} if direction != "forward" else {}
     call = make_call(
         function="linear_kl", direction=direction, vocab_size=V - 8, group="both", has_temperature=True,
         reduce_grad_hidden=True, requested=("mosaic_gpu",), **beta,
@@ -162,7 +164,8 @@ def test_a_split_vocabulary(programs: list[Any], direction: Any, monkeypatch: py
         found[ranks.rank] = [kl, *grads]
     assert programs
     assert torch.equal(found[0][0], found[1][0])
-    options: Any = {"temperature": temperature, "teacher_temperature": 1.0, "vocab_size": V - 8, **beta}
+    options: Any = {"temperature": temperature, "teacher_temperature": 1.0, "vocab_size": V - 8}
+    options |= beta if direction == "jsd" else {}
     want = evaluate_by_xla(heads, direction=direction, **options)
     compare([found[0][0], found[0][1], torch.cat([found[0][2], found[1][2]])], want)
     other = temperature.clone()
@@ -175,7 +178,7 @@ def test_a_split_vocabulary(programs: list[Any], direction: Any, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "jsd"])
+@pytest.mark.parametrize("direction", ["forward", "jsd", "tv"])
 def test_a_wrong_temperature(programs: list[Any], direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in its row, and no gradient from it. On a GPU nobody looks at the values."""
     monkeypatch.setattr(_checks, "can_read_values", lambda _: False)
@@ -203,7 +206,7 @@ def test_a_call_that_no_kernel_serves_says_why() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd", "tv"])
 def test_jax_computes_the_same_with_these_kernels(
     programs: list[Any], direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

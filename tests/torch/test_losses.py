@@ -537,6 +537,19 @@ def test_a_loss_of_each_token_is_that_of_lce_jax(name: str, bonus: float) -> Non
     np.testing.assert_allclose(slopes.numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "count"), [("lk_alpha", 1), ("lk_lambda", 2)])
+def test_losses_of_draft_models_are_those_of_lce_jax(name: str, count: int) -> None:
+    """Values and gradients, of tokens that are all accepted or all rejected too."""
+    variation = np.array([0.0, 1e-6, 0.4, 0.9, 1 - 2**-19, 1 - 2**-21, 1.0], np.float32)
+    given = [np.linspace(0, 3, 7, dtype=np.float32), variation][-count:]
+    leaves = [torch.tensor(x, requires_grad=True) for x in given]
+    found, theirs = getattr(losses, name)(*leaves), getattr(lce_jax.losses, name)
+    slopes = torch.autograd.grad(found.sum(), leaves)
+    want = theirs(*given), *jax.grad(lambda *x: theirs(*x).sum(), range(count))(*given)
+    for got, wanted in zip((found.detach(), *slopes), want, strict=True):
+        np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5)
+
+
 def test_arguments_by_name_and_numbers() -> None:
     """In any order, one number per sequence, and parameters; with the gradient of what needs one."""
     problem = p.draw(T=40)
@@ -565,6 +578,8 @@ def test_arguments_by_name_and_numbers() -> None:
         (lambda *x: losses.ppo_clip(*x, clip=-0.5), "clip .*negative, got -0.5"),
         (lambda *x: losses.grpo(*x, x[0], kl=-0.5), "kl .*negative, got -0.5"),
         (lambda *x: losses.cispo(*x, clip_high=torch.ones(1)), "clip_high .*number, got Tensor"),
+        (lambda *x: losses.lk_lambda(*x[:2], eta=-1.0), "eta .*negative, got -1"),
+        (lambda *x: losses.lk_lambda(x[0], x[1][None]), r"variation \(1, 3\) must have the shape of kl \(3,\)"),
         (lambda *_: losses.with_entropy_bonus(losses.dapo, "1"), "coefficient must be .*'1'"),
         (lambda *x: losses.with_entropy_bonus(losses.dapo, 0.1)(x[0], None, *x[2:]), "0.1 needs the entropy"),
         (lambda *x: losses.cispo(x[0][None], *x[1:], clip_high=1), r"old_logprob \(3,\) must .*logprob \(1, 3\)"),

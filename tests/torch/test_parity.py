@@ -357,17 +357,17 @@ FLOAT32 = call("float32", leading=(37,), V=104, where=True, temperature=True, te
                teacher_logit_scale="same", bias=True, vocab_size=97)  # fmt: skip
 KEPT = [
     test._replace(name=f"{test.name}, kept", options=(*test.options, ("cache_bytes", 1 << 22)))
-    for test in (*CALLS[-1:], *(one for one in CALLS if one.name in ("bfloat16", "bfloat16 jsd")))
+    for test in (*CALLS[-1:], *(one for one in CALLS if one.name in ("everything, jsd", "bfloat16", "bfloat16 jsd")))
 ]
 # The rest are combinations of what these combine.
-FAST = ("ragged jsd", "one column", "mixed", "everything", FLOAT32.name, KEPT[0].name)
+FAST = ("ragged jsd", "ragged tv", "one column", "mixed", "everything", FLOAT32.name, KEPT[0].name)
 DIVERGENCES = [
     pytest.param(test, id=test.name, marks=() if test.name in FAST else pytest.mark.slow)
     for test in (*CALLS, FLOAT32, *KEPT)
 ]
 
 
-@pytest.mark.fast("everything, jsd, kept")
+@pytest.mark.fast("everything, tv, kept")
 @pytest.mark.parametrize("test", DIVERGENCES)
 def test_divergences(test: Call) -> None:
     """Weights lie as torch's do."""

@@ -22,7 +22,7 @@ FULL = 1 << 40
 FLOAT16 = pytest.param("float16", marks=pytest.mark.slow)
 SIXTEEN_BITS = ("bfloat16", FLOAT16)
 # A mixture has both divergences.
-every_direction = values_of("direction", ["forward", "reverse", "jsd"], slow=["forward", "reverse"])
+every_direction = values_of("direction", ["forward", "reverse", "jsd", "tv"], slow=["forward", "reverse", "tv"])
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +48,10 @@ def full_cache(drawn: Drawn) -> int:
     return explain(hidden, weight, labels, teacher=(drawn.teacher[0], teachers), **options).full_cache_bytes
 
 
-NAMES = ("ragged", "ragged, reverse", "ragged jsd", "one column", "mixed", "everything, forward", "everything, jsd")
+NAMES = ("ragged", "ragged, reverse", "ragged jsd", "one column", "mixed", "everything, forward", "everything, jsd",
+         "everything, tv")  # fmt: skip
 CALLS = [test for test in kl_cases.CALLS if test.name in NAMES]
-OFTEN = [("ragged jsd", 0.5), ("one column", 1.0), ("everything, jsd", 1.0)]
+OFTEN = [("ragged jsd", 0.5), ("one column", 1.0), ("everything, jsd", 1.0), ("everything, tv", 0.5)]
 
 
 @pytest.mark.parametrize(

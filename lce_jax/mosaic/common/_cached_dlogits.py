@@ -27,10 +27,12 @@ from lce_jax.mosaic._operands import KLOperands, Prepared, RowFactors, Span
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._heads import (
+    RATIOS,
     MixtureFactors,
     Reference,
     load_fields,
     relative_log_ratio,
+    relative_signs,
 )
 from lce_jax.mosaic.common._logits import AccumulatorLayout
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, ceil_div, swizzled
@@ -327,16 +329,21 @@ def _kl_block_gradient(
     max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))
     rows: KLCoefficients | MixtureFactors
     rows = (
-        load_fields(MixtureFactors, factors, load) if direction == "jsd" else load_fields(KLCoefficients, factors, load)
+        load_fields(MixtureFactors, factors, load)
+        if direction in RATIOS
+        else load_fields(KLCoefficients, factors, load)
     )
     (e, log2_e), ratio = decode_exponentials(values[0], call.dtype), values[1]
     down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
     of_p, u = along(rows.factor_p * jnp.exp2(down_p)), log2_e
     if isinstance(rows, MixtureFactors):
-        reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
         d, to_distance = ratio + along(down_q - down_p + rows.log_sums), (max_q - rows.at_p) * k_q - down_p
-        log = relative_log_ratio(d, ratio + along(to_distance), reference)
-        gradient = e * of_p * (log - along(rows.mean))
+        if direction == "tv":
+            slope = relative_signs(d, along(rows.slope))
+        else:
+            reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
+            slope = relative_log_ratio(d, ratio + along(to_distance), reference)
+        gradient = e * of_p * (slope - along(rows.mean))
     elif direction == "reverse":
         to_distance = (at_p - rows.at_p) * k_q - down_p
         gradient = e * of_p * -(ratio + along(to_distance) + along(rows.mean))

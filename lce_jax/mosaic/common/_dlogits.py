@@ -25,12 +25,12 @@ from lce_jax.mosaic.common import _heads, _logits
 from lce_jax.mosaic.common._epilogue import ACCUMULATOR, make_staging, mask_padding, send, warpgroup_rows
 from lce_jax.mosaic.common._heads import (
     BLOCKS,
+    RATIOS,
     STRIP,
     HeldTile,
     Hold,
     KLRefs,
     KLWhere,
-    MixtureRatios,
     MixtureRows,
     Multiply,
     along,
@@ -219,9 +219,9 @@ def kl_dlogits(
 ) -> Float[Array, "Tp columns"]:
     """Computes eq. 8 or 10 in the student's raw products, in its weight's dtype, in the first of ``columns`` columns.
 
-    ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times its value in eq. 8; for "jsd" they
-    are the `MixtureFactors`. Padding columns get zeros. Tiles after the span, and row blocks without an unmasked row,
-    are not written.
+    ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times its value in eq. 8; for "jsd"
+    and "tv" they are the `MixtureFactors`. Padding columns get zeros. Tiles after the span, and row blocks without an
+    unmasked row, are not written.
     """
     machine, matmuls = generation.machine, _heads.make_matmuls(calls, generation.tunings.of(calls[0], "kl_dlogits"))
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), calls[0].dtype)  # whole tiles
@@ -251,7 +251,9 @@ def write_kl_dlogits(
     held = hold(compute_x(p.call, multiply[0](), refs.mask, where))
     x = compute_x(q.call, multiply[1](), refs.mask, where)
     gradient = (
-        _mixture_gradient(refs, rows, where) if direction == "jsd" else _kl_gradient(refs, rows, direction == "reverse")
+        _mixture_gradient(refs, direction, rows, where)
+        if direction in RATIOS
+        else _kl_gradient(refs, rows, direction == "reverse")
     )
     for i in range(BLOCKS):
         d = gradient(held, x, i)
@@ -278,15 +280,15 @@ def _kl_gradient(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradie
     return compute_block
 
 
-def _mixture_gradient(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> Gradient:
+def _mixture_gradient(refs: KLRefs, direction: Direction, rows: Callable[[], Any], where: KLWhere) -> Gradient:
     """Returns the function for a block of eq. 10, in base 2, and the softcap's derivative."""
 
     def compute_strip(held: HeldTile, column: int, x: Array) -> Array:
         x_p = held.strip(column)
         strip_rows = MixtureRows(refs, rows)
-        ratios = MixtureRatios.of((x_p, x), strip_rows)
+        ratios = RATIOS[direction].of((x_p, x), strip_rows)
         factor_p, mean = strip_rows.load("factor_p", "mean")
-        d = multiply_exp2(ratios.u_p, factor_p * (ratios.of_p - mean))
+        d = multiply_exp2(ratios.u_p, factor_p * (ratios.slope - mean))
         return _through_cap(refs.heads[0].call, d, x_p)
 
     def compute_block(held: HeldTile, x: Array, i: int) -> Array:

@@ -19,7 +19,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mathematics._kl import MOST_DISTANCE, Direction, KLCoefficients, KLStatistics, Mixture, MixtureCoefficients
+from lce_jax.mathematics._kl import (
+    MOST_DISTANCE,
+    Direction,
+    KLCoefficients,
+    KLStatistics,
+    Mixture,
+    MixtureCoefficients,
+    compare,
+)
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._chunks import KLCache
 from lce_jax.mosaic._operands import LOG2E, KLOperands, Span
@@ -52,7 +60,7 @@ along = functools.partial(ACCUMULATOR.along_rows, columns=STAGING_COLUMNS)
 
 
 class MixtureFactors(NamedTuple):
-    """Factors of the rows, [T] each, in the order in which the kernels get them.
+    """Factors of the rows, [T] each, in the order in which the kernels get them: those of eq. 9 or 11, and of eq. 10.
 
     With n = β / (1 - β + β e^{d₀}), the logarithm of eq. 9 is that of 1 + x, x = n (e^d - e^{d₀}).
     """
@@ -65,11 +73,11 @@ class MixtureFactors(NamedTuple):
     other: Array  # n
     start: Array  # n e^{d₀}, which is 1 - own
     most: Any  # the largest d whose exponential is computed
-    log: Array  # t₀
+    slope: Array  # t₀
     student: Array  # 1 - β
     teacher: Array  # β
     is_above_half: Array  # 1.0 in every row if a β of any row is above ½
-    factor_p: Array  # that of `MixtureCoefficients`, for a logarithm in base 2
+    factor_p: Array  # that of `MixtureCoefficients`, for a slope in base 2
     mean: Array
 
 
@@ -95,7 +103,7 @@ def mixture_in_base_2(rows: Mixture, factor_p: Array, mean: Array, is_above_half
         other=other,
         start=other * rows.at_p.ratio,
         most=rows.at_p.most * LOG2E,
-        log=rows.log_at_p * LOG2E,
+        slope=rows.slope_at_p * LOG2E,
         student=student,
         teacher=teacher,
         is_above_half=is_above_half,
@@ -156,6 +164,11 @@ def relative_log_ratios(d: Array, distance: Array, rows: Reference) -> tuple[Arr
     x = jnp.where(jnp.abs(distance) < 1.0, near, e - rows.start)
     log = jnp.where(jnp.abs(x) < NEAR_ONE, x * _polynomial(LOG1P, x), jnp.log2(e + rows.own))
     return -log - (d - bounded), bounded - log
+
+
+def relative_signs(d: Array, at_p: Array) -> Array:
+    """Computes the t - t₀ of eq. 11, in the units of a logarithm in base 2, from d and t₀."""
+    return compare(d) * LOG2E - at_p
 
 
 def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
@@ -352,26 +365,30 @@ class MixtureRows:
         """Returns the scale of each head, that of p first."""
         return [self._load(head.row_scale) for head in self._refs.heads]
 
+    def shift(self, x: tuple[Array, Array], k_p: Array, k_q: Array) -> list[Float[Array, "64 32"]]:
+        """Returns the u of p and of q, and log2 s_p - log2 s_q."""
+        max_p, max_q, log_sums = self.load("max_p", "max_q", "log_sums")
+        return [jnp.minimum((x[0] - max_p) * k_p, 0.0), jnp.minimum((x[1] - max_q) * k_q, 0.0), log_sums]
+
     def _load(self, values: Any) -> Float[Array, "64 32"]:
         return along(ACCUMULATOR.load_rows(values, self._rows()), columns=STRIP)
 
 
-class MixtureRatios(NamedTuple):
-    """The ratios of `lce_jax.mathematics._kl` of a strip, in base 2."""
+class JSDRatios(NamedTuple):
+    """The ratios of `lce_jax.mathematics._kl` of a strip and their logarithms in eq. 9, in base 2."""
 
     u_p: Array
     u_q: Array
     d: Array
-    of_p: Array  # t - t₀
+    slope: Array  # t - t₀
     of_q: Array  # d + t - t₀
 
     @classmethod
-    def of(cls, x: tuple[Array, Array], rows: MixtureRows) -> MixtureRatios:
+    def of(cls, x: tuple[Array, Array], rows: MixtureRows) -> JSDRatios:
         """From both x."""
         k_p, k_q = rows.load_row_scales()
-        max_p, max_q, at_p, log_sums = rows.load("max_p", "max_q", "at_p", "log_sums")
-        u_p = jnp.minimum((x[0] - max_p) * k_p, 0.0)
-        u_q = jnp.minimum((x[1] - max_q) * k_q, 0.0)
+        u_p, u_q, log_sums = rows.shift(x, k_p, k_q)
+        (at_p,) = rows.load("at_p")
         d, distance = (u_q - u_p) + log_sums, (x[1] - at_p) * k_q - u_p
         reference = Reference(*rows.load("own", "other", "start", "most"))
         return cls(u_p, u_q, d, *relative_log_ratios(d, distance, reference))
@@ -387,9 +404,36 @@ class MixtureRatios(NamedTuple):
             reference = Reference(teacher, student, student, MOST)
             return jnp.where(teacher > 0.5, relative_log_ratio(-self.d, -self.d, reference), of_q)
 
-        (log,) = rows.load("log")
+        (log,) = rows.load("slope")
         of_q = lax.cond(is_above_half, replace, lambda of_q: of_q, self.of_q + log)
-        return multiply_exp2(self.u_p, self.of_p), multiply_exp2(self.u_q, of_q)
+        return multiply_exp2(self.u_p, self.slope), multiply_exp2(self.u_q, of_q)
+
+
+class TVRatios(NamedTuple):
+    """The ratios of a strip and their signs in eq. 11, in base 2."""
+
+    u_p: Array
+    u_q: Array
+    d: Array
+    slope: Array  # t - t₀
+
+    @classmethod
+    def of(cls, x: tuple[Array, Array], rows: MixtureRows) -> TVRatios:
+        """From both x."""
+        u_p, u_q, log_sums = rows.shift(x, *rows.load_row_scales())
+        d = (u_q - u_p) + log_sums
+        return cls(u_p, u_q, d, relative_signs(d, *rows.load("slope")))
+
+    def terms(self, rows: MixtureRows, is_above_half: Any) -> tuple[Array, Array]:
+        """Returns the terms of both sums of eq. 11. Its β is never above ½."""
+        del is_above_half
+        (log_sums,), m = rows.load("log_sums"), -jnp.abs(self.d)
+        difference = jnp.where(m > -1.0, -m * _polynomial(EXPM1, m), 1.0 - jnp.exp2(m))
+        larger = jnp.maximum(self.u_q, self.u_p - log_sums)
+        return multiply_exp2(self.u_p, self.slope), multiply_exp2(larger, difference * LOG2E)
+
+
+RATIOS: dict[Direction, type[JSDRatios | TVRatios]] = {"jsd": JSDRatios, "tv": TVRatios}
 
 
 def multiply_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:

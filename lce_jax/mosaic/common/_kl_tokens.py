@@ -129,10 +129,17 @@ class _Tokens:
         return functools.reduce(jnp.logical_and, masks) if masks else None
 
     def mixture(self, stats: KLStatistics, mask: Any = None) -> _kl.Mixture:
-        """Computes the numbers of eq. 9."""
+        """Computes the numbers of eq. 9 or 11."""
         assert self.of.beta is not None
         weights = Pair(1.0 - self.of.beta, self.of.beta)
-        return _kl.mixture(stats, self.scale_q, weights, mask, _compute_log_ratio)
+        slope = _compute_log_ratio if self.of.plan.direction == "jsd" else self.contrast.slope
+        return _kl.mixture(stats, self.scale_q, weights, mask, slope)
+
+    @property
+    def contrast(self) -> _kl.Contrast:
+        """What the second pass computes."""
+        assert self.of.plan.contrast is not None
+        return self.of.plan.contrast
 
     def mixture_factors(self, mixture: _kl.Mixture, factor_p: Array, mean: Array) -> MixtureFactors:
         """Returns the factors that the kernels of tiles take."""
@@ -254,7 +261,7 @@ def _save_mixture(of: KLRows, joined: Any, numbers: Any, _: Any, result: Any, sa
         stats = KLStatistics(*tokens.load(first, KL_FIELDS))
         sums = MixtureSums(*(joined[0, f, tokens.rows.here] for f in range(2)))
         tokens.store(first + KL_FIELDS, sums)
-        tokens.finish(result, stats, _kl.divergence(sums, stats, tokens.mixture(stats), None))
+        tokens.finish(result, stats, _kl.divergence(sums, stats, tokens.mixture(stats), None, tokens.contrast))
 
     tokens.write_all(write)
 

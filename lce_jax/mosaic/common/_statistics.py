@@ -3,7 +3,7 @@
 They are computed from the accumulators in base 2: exp2 is one instruction, and log2(e) is a factor of the row's scale.
 Each tile stores its own statistics per token, which `_join` merges (eq. 2). With a cache, a tile's exponentials are
 rounded and stored through shared memory. They are relative to the tile's own maximum, which is cached too. A mixture of
-two heads has a second pass over the same tiles, for the sums of eq. 9.
+two heads has a second pass over the same tiles, for the sums of eq. 9 or 11.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lce_jax.mosaic.common import _heads, _logits, _tiles
 from lce_jax.mosaic.common._epilogue import ACCUMULATOR, make_staging, mask_padding, min_unpadded, send, warpgroup_rows
 from lce_jax.mosaic.common._heads import (
     BLOCKS,
+    RATIOS,
     STRIP,
     Hold,
     KLRefs,
     KLWhere,
     MixtureFactors,
-    MixtureRatios,
     MixtureRows,
     Multiply,
     along,
@@ -281,13 +281,15 @@ def kl_mixture_sums(
     factors: Float[Array, "14 Tp"],
     span: Int[Array, "fields"],
     parts: Float[Array, "n 2 Tp"],
+    direction: Direction,
 ) -> Float[Array, "n 2 Tp"]:
-    """Writes the `MixtureSums` of the span's tiles (eq. 9) to ``parts``, in base 2. ``factors``: `MixtureFactors`.
+    """Writes the `MixtureSums` of the span's tiles to ``parts``, in base 2. ``factors`` are the `MixtureFactors`.
 
     A tile that is only padding gets sums of 0. As in `kl_statistics`, some tiles and row blocks are not written.
     """
     given, names = [*_heads.pack_operands(operands, span), factors], ("kl_mixture_sums", "lce_kl_mixture_sums")
-    return _heads.update_tiles(generation, calls, write_mixture_sums, *names, given, [parts])[0]
+    epilogue = functools.partial(write_mixture_sums, direction)
+    return _heads.update_tiles(generation, calls, epilogue, *names, given, [parts])[0]
 
 
 def write_kl_statistics(
@@ -349,7 +351,9 @@ def _x_at_max(x_p: Float[Array, "64 n"], max_p: Float[Array, "64"], x_q: Float[A
     return jnp.max(jnp.where(x_p == along(max_p), x_q, MASKED), axis=1)
 
 
-def write_mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold) -> None:
+def write_mixture_sums(
+    direction: Direction, refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold
+) -> None:
     """Computes the sums of a mixture over a warpgroup's part of a tile from its products, and stores them."""
     rows = functools.partial(warpgroup_rows, tile.row)
     p, q = refs.heads
@@ -359,7 +363,7 @@ def write_mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multi
 
     def add_strip(column: int, sums: list[Array]) -> list[Array]:
         strip_rows = MixtureRows(refs, rows)
-        ratios = MixtureRatios.of((held.strip(column), take_strip(x, column)), strip_rows)
+        ratios = RATIOS[direction].of((held.strip(column), take_strip(x, column)), strip_rows)
         terms = ratios.terms(strip_rows, is_above_half)
         return [total + jnp.sum(term, axis=1) for total, term in zip(sums, terms, strict=True)]
 
