@@ -7,6 +7,8 @@ only one thing: the label of each row must be the next token of the same sequenc
     labels = rows.of_rank(labels, cp_rank, cp_size)                      # after the shift, never before it
     loss = linear_cross_entropy(hidden, weight, labels)                  # hidden: the rows of this rank
 
+A loss of sequences, such as GSPO, also needs a mean over each of them: `segment_mean`.
+
 Shapes are static, so all functions run under ``jit``, also with a traced ``cp_rank``. Traced values cannot be checked.
 If traced offsets or a traced rank are invalid, every element of the result is NaN; for integers it is the smallest
 number, for unsigned integers the largest, for bools False. `lce_torch_bridge.rows` has the same functions for tensors.
@@ -21,17 +23,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from lce_jax.call import _checks
+from lce_jax.call import _checks, _options
 from lce_jax.call._describe import put_on_device
 from lce_jax.types import _jax, defaults, scalars, sequences
 
 if TYPE_CHECKING:
-    from lce_jax.types._shapes import Array, ArrayLike, Int
+    from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
 
 type Layout = Literal["zigzag", "contiguous"]
 
-__all__ = ["at_tokens", "in_rank_order", "in_sequence_order", "next_tokens", "next_values", "of_rank", "positions"]
+__all__ = [
+    "at_tokens", "in_rank_order", "in_sequence_order", "next_tokens", "next_values", "of_rank", "positions",
+    "segment_mean", "segment_sum",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -132,6 +138,69 @@ def at_tokens(
         [0.0, -1.0, -2.0, 0.0, -4.0]
     """
     return _shift_rows(1, results, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+
+
+def segment_mean(
+    x: ArrayLike, *, where: Bool[ArrayLike, "*b L"] | None = None, axis_name: str | tuple[str, ...] | None = None,
+    segment_ids: Int[ArrayLike, "*b L"] | None = None, cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
+    cu_seqlens_padded: Int[ArrayLike, "n+1"] | None = None, padding_segment: int | None = None,
+) -> Float[Array, "*b L"]:  # fmt: skip
+    """Returns at each row the mean of ``x`` over the rows of its sequence: ``Σ x / n`` over the n rows in ``where``.
+
+    All rows of a sequence get the same bits, rows outside ``where`` too: ``exp(segment_mean(logprobs - old))`` is
+    GSPO's ratio at each token. The result is 0 where no row of the sequence is in ``where``, and in padding.
+
+    Args:
+        x: ``[..., L]`` numbers, one per row. Rows outside ``where`` may hold anything, NaN too.
+        where: ``[..., L]`` bool, the rows that count. None: all.
+        axis_name: inside ``shard_map``, the mesh axis (or tuple) over which context parallelism splits the rows: a
+            sequence is summed over all shards. None: ``x`` has all rows of its sequences.
+        segment_ids: ``[..., L]`` integers: tokens of one row of the batch with the same id belong to one sequence, also
+            if they are not neighbours, because a rank's rows are not. Under ``axis_name``, the ids of the shard's rows
+            (`of_rank`). None: see ``cu_seqlens``.
+        cu_seqlens: ``[n + 1]`` integers, as in `next_tokens`. Under ``axis_name``, the offsets in the shard's rows,
+            ``cu_seqlens_padded // cp_size``; ``where`` leaves padding out.
+        cu_seqlens_padded, padding_segment: as in `next_tokens`.
+
+    Returns:
+        ``[..., L]`` float32, float64 for a float64 ``x``. It is differentiable; under ``axis_name``, the gradient is
+        that of the sum over the shards of what they compute from their rows.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, offsets or axes that do not fit, with the offending values.
+
+    Memory:
+        O(L) per row of the batch. Under ``axis_name``, each device gathers the numbers of all shards.
+
+    Numerics:
+        The terms are added in pairs, pairs of pairs and so on, so that the error grows with log L, in an order that
+        depends on the ids and L alone.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import rows
+        >>> x = jnp.array([1.0, 2.0, 6.0, 4.0, 8.0])
+        >>> rows.segment_mean(x, cu_seqlens=jnp.array([0, 3, 5]), where=x > 1).tolist()
+        [4.0, 4.0, 4.0, 6.0, 6.0]
+    """
+    return _sum_rows(True, x, where, axis_name, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+
+
+def segment_sum(
+    x: ArrayLike, *, where: Bool[ArrayLike, "*b L"] | None = None, axis_name: str | tuple[str, ...] | None = None,
+    segment_ids: Int[ArrayLike, "*b L"] | None = None, cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
+    cu_seqlens_padded: Int[ArrayLike, "n+1"] | None = None, padding_segment: int | None = None,
+) -> Float[Array, "*b L"]:  # fmt: skip
+    """Returns at each row the sum of ``x`` over the rows of its sequence in ``where``. `segment_mean` has the arguments.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import rows
+        >>> mask = jnp.array([True, True, False])  # how many of its tokens each sequence has
+        >>> rows.segment_sum(mask, segment_ids=jnp.array([1, 1, 2])).tolist()
+        [2.0, 2.0, 0.0]
+    """
+    return _sum_rows(False, x, where, axis_name, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def positions(
@@ -265,6 +334,13 @@ def _check_rank(value: Any) -> Any:
     return jax.device_get(value).item() if _checks.is_concrete(value) else value
 
 
+def _check_bound(axis_name: Any) -> Any:
+    """Returns ``axis_name`` if an enclosing ``shard_map`` binds it, or None."""
+    if axis_name is not None:
+        _checks.find_axis_size(_options.OPTIONS["axis_name"].check("axis_name", axis_name), "leave axis_name out")
+    return axis_name
+
+
 def _cast_to_indices(x: Any) -> Any:
     return None if x is None else put_on_device(x).astype(int)
 
@@ -274,6 +350,21 @@ def _cast_to_indices(x: Any) -> Any:
 @functools.partial(jax.jit, static_argnames=("invalid", "by", "padding_segment"), inline=True)
 def _shift_array(x: Array, ids: Any, fill: Array, ends: Any, begins: Any, **static: Any) -> Array:
     return sequences.shift_array(jnp, jnp.arange, x, ids, ends, begins, fill, **static)
+
+
+@functools.partial(jax.jit, static_argnames=("axis_name", "is_mean", "padding_segment"), inline=True)
+def _sum_array(x: Array, ids: Any, where: Any, ends: Any, begins: Any, *, axis_name: Any, **static: Any) -> Array:
+    def gather(x: Array) -> Array:
+        return x if axis_name is None else lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
+
+    def take_local(sums: Array) -> Array:
+        length = x.shape[-1]
+        start = 0 if axis_name is None else lax.axis_index(axis_name) * length
+        return lax.dynamic_slice_in_dim(sums, start, length, -1)
+
+    static |= {"take": jnp.take_along_axis, "gather": gather, "take_local": take_local}
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return sequences.sum_array(jnp, jnp.arange, x, ids, ends, begins, where, **static)
 
 
 @functools.partial(jax.jit, static_argnames=("length", "cp_size", "chunks", "inverse"), inline=True)
@@ -301,9 +392,16 @@ _JAX = sequences.Library(
         *map(_cast_to_indices, (ends, begins)),
         **static,
     ),
+    sum_array=lambda x, ids, ends, begins, where, axis_name, **static: _sum_array(
+        *jax.tree.map(put_on_device, (x, ids, where)),
+        *map(_cast_to_indices, (ends, begins)),
+        axis_name=_check_bound(axis_name),
+        **static,
+    ),
     compute_positions=lambda begins, rank, **static: _compute_positions(
         _cast_to_indices(begins), _cast_to_indices(rank), **static
     ),
 )
 _shift_rows = functools.partial(sequences.shift_rows, _JAX)
+_sum_rows = functools.partial(sequences.sum_rows, _JAX)
 _locate_rows = functools.partial(sequences.locate_rows, _JAX)

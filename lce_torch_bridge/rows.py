@@ -12,13 +12,18 @@ import functools
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from lce_jax.types import defaults, scalars, sequences
 from lce_torch_bridge.call import _checks
+from lce_torch_bridge.tensors import _tensor_parallel
 
 type Layout = Literal["zigzag", "contiguous"]
 
-__all__ = ["at_tokens", "in_rank_order", "in_sequence_order", "next_tokens", "next_values", "of_rank", "positions"]
+__all__ = [
+    "at_tokens", "in_rank_order", "in_sequence_order", "next_tokens", "next_values", "of_rank", "positions",
+    "segment_mean", "segment_sum",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -94,6 +99,43 @@ def at_tokens(
         [0.0, -1.0, -2.0, 0.0, -4.0]
     """
     return _shift_rows(1, results, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+
+
+def segment_mean(
+    x: torch.Tensor, *, where: torch.Tensor | None = None, group: dist.ProcessGroup | None = None,
+    segment_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_padded: torch.Tensor | None = None, padding_segment: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Returns at each row the mean of ``x`` over the rows of its sequence that are in ``where``, a bool tensor.
+
+    ``group`` is the process group over whose ranks context parallelism splits the rows; it takes the place of JAX's
+    ``axis_name``. Its ranks call this together, and run the backward together. None: ``x`` has all rows.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import rows
+        >>> x = torch.tensor([1.0, 2.0, 6.0, 4.0, 8.0])
+        >>> rows.segment_mean(x, cu_seqlens=torch.tensor([0, 3, 5]), where=x > 1).tolist()
+        [4.0, 4.0, 4.0, 6.0, 6.0]
+    """
+    return _sum_rows(True, x, where, group, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+
+
+def segment_sum(
+    x: torch.Tensor, *, where: torch.Tensor | None = None, group: dist.ProcessGroup | None = None,
+    segment_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_padded: torch.Tensor | None = None, padding_segment: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Returns at each row the sum of ``x`` over the rows of its sequence in ``where``. `segment_mean` has the arguments.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import rows
+        >>> mask = torch.tensor([True, True, False])  # how many of its tokens each sequence has
+        >>> rows.segment_sum(mask, segment_ids=torch.tensor([1, 1, 2])).tolist()
+        [2.0, 2.0, 0.0]
+    """
+    return _sum_rows(False, x, where, group, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def positions(
@@ -188,6 +230,42 @@ def _shift_array(x: torch.Tensor, segment_ids: Any, ends: Any, begins: Any, fill
     return sequences.shift_array(torch, arange, x, segment_ids, ends, begins, fill, **more)
 
 
+def _sum_array(
+    x: torch.Tensor, segment_ids: Any, ends: Any, begins: Any, where: Any, group: dist.ProcessGroup | None, **more: Any
+) -> torch.Tensor:
+    others = {"segment_ids": segment_ids, "where": where}
+    _checks.same_device(x, **{name: other for name, other in others.items() if other is not None})
+    if group is not None:
+        _checks.group(group, "group")
+    name, length = _tensor_parallel.name_group(group), x.shape[-1]
+    _, rank = _tensor_parallel.size_and_rank(name)
+
+    def gather(rows: torch.Tensor) -> torch.Tensor:
+        return rows if name == _tensor_parallel.NO_GROUP else _GatherRows.apply(rows, name)
+
+    def take_local(sums: torch.Tensor) -> torch.Tensor:
+        return sums.narrow(-1, rank * length, length)
+
+    arange, ends, begins = _move_to_device(x.device, ends, begins)
+    more |= {"take": torch.take_along_dim, "gather": gather, "take_local": take_local}
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return sequences.sum_array(torch, arange, x, segment_ids, ends, begins, where, **more)
+
+
+class _GatherRows(torch.autograd.Function):
+    """Joins the rows of all ranks of a group. Its gradient is the sum of the ranks' gradients of a rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return torch.cat([*_tensor_parallel.gather(rows.contiguous(), name)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        size, rank = _tensor_parallel.size_and_rank(ctx.name)
+        return _tensor_parallel.all_reduce(grad.clone(), ctx.name).chunk(size, -1)[rank], None
+
+
 def _compute_positions(begins: torch.Tensor | None, rank: int | None, device: Any, **more: Any) -> torch.Tensor:
     device = begins.device if device is None and begins is not None else device
     arange, begins = _move_to_device(device, begins)
@@ -210,7 +288,9 @@ _TORCH = sequences.Library(
     read_values=lambda x: x.tolist() if _checks.can_read_values(x) else None,
     describe_dtype=_describe_dtype,
     shift_array=_shift_array,
+    sum_array=_sum_array,
     compute_positions=_compute_positions,
 )
 _shift_rows = functools.partial(sequences.shift_rows, _TORCH)
+_sum_rows = functools.partial(sequences.sum_rows, _TORCH)
 _locate_rows = functools.partial(sequences.locate_rows, _TORCH)

@@ -246,15 +246,18 @@ def is_concrete(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def find_axis_size(axis_name: Any) -> int:
-    """Returns the number of shards over ``axis_name``. Refuses a name that no enclosing ``shard_map`` binds."""
+def find_axis_size(axis_name: Any, outside: str = "use sharded_linear_logprobs") -> int:
+    """Returns the number of shards over ``axis_name``. Refuses a name that no enclosing ``shard_map`` binds.
+
+    ``outside`` is what the message says for callers outside ``shard_map``.
+    """
     try:
         return lax.axis_size(axis_name)
     except NameError:
         bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
         raise ValueError(
             f"axis_name {axis_name!r} is not bound here (bound: {bound or 'none'}): call inside jax.shard_map over a "
-            "mesh with that axis, or use sharded_linear_logprobs outside it"
+            f"mesh with that axis, or outside it {outside}"
         ) from None
 
 

@@ -61,7 +61,7 @@ def linear_loss(
             scalars (``entropy`` is None with ``entropy=False``); the others are the token's slices of ``per_token``.
             ``loss_fn`` may be any JAX function that uses only this token's values and returns one floating-point
             scalar. It may close over arrays; traced ones have gradients too. Compute a loss that mixes tokens, such as
-            a mean over a sequence (GSPO), from the results of `linear_logprobs`.
+            a mean over a sequence (GSPO), from the results of `linear_logprobs` with `lce_jax.rows.segment_mean`.
         hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
         per_token: the further arguments of ``loss_fn``. Give them by name, such as ``advantage=...``: then they cannot
             be mixed up, and unknown or missing names raise an error. Each is an array or a tree of arrays. The shape of
@@ -145,7 +145,6 @@ def linear_loss(
         where=None if where is None else "where",
         ignore_index=ignore_index,
         options=[name for name in names if name != "axis_name" or not axes],
-        mean=("jnp.mean(x, -1)", "jnp.sum(jnp.where(mask, x, 0), -1) / jnp.maximum(jnp.sum(mask, -1), 1)"),
     )
     arguments = per_token, named
     bound = _describe.bind_call(_describe.describe_call(parsed), arguments)

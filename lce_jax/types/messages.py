@@ -78,12 +78,10 @@ def mixed_tokens_error(
     where: str | None,
     ignore_index: int | None,
     options: Collection[str],
-    mean: tuple[str, str],
 ) -> ValueError:
     """Returns the error for a ``loss_fn`` that mixes tokens. Its message has the code that computes such a loss.
 
     ``function`` is the name of the function that returns all results. ``where`` is the code of the caller's mask.
-    ``mean`` is the code of a mean over each sequence: first of all tokens, then of the tokens in ``mask``.
     """
     ignored = None if ignore_index is None else f"labels != {ignore_index}"
     mask = f"{where} & ({ignored})" if where and ignored else where or ignored
@@ -92,7 +90,8 @@ def mixed_tokens_error(
     return ValueError(
         f"loss_fn mixes tokens: {reason}. The loss of a token may use that token's numbers alone, because linear_loss "
         f"computes chunks of tokens. Compute other losses from the results of all tokens {tuple(shape)}: "
-        f"`{first}out = {function}({arguments})`. There the mean of x over each sequence is `{mean[mask is not None]}`"
+        f"`{first}out = {function}({arguments})`. There each token's mean of x over its sequence is "
+        f"`rows.segment_mean({', '.join(['x', *masks])})`, with segment_ids= in packed rows: docs/grpo.md has GSPO"
     )
 
 

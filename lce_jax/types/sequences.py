@@ -1,8 +1,8 @@
-"""Shifts within packed sequences, and the rows of context-parallel ranks: one implementation for JAX and for torch.
+"""Shifts and sums within packed sequences, and the rows of context-parallel ranks: one implementation for JAX and torch.
 
-`lce_jax.rows` and `lce_torch_bridge.rows` call this module, and document the arguments. In `shift_array` and
-`compute_positions`, ``xp`` is `jax.numpy` or `torch`, and ``arange`` makes its array on the device of the other arrays.
-L is the number of tokens, n the number of sequences.
+`lce_jax.rows` and `lce_torch_bridge.rows` call this module, and document the arguments. In `shift_array`, `sum_array`
+and `compute_positions`, ``xp`` is `jax.numpy` or `torch`, and ``arange`` makes its array on the device of the other
+arrays. L is the number of tokens, n the number of sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from lce_jax.types import scalars
 
-__all__ = ["Library", "compute_positions", "count_rows", "locate_rows", "shift_array", "shift_rows"]
+__all__ = [
+    "Library", "compute_positions", "count_rows", "locate_rows", "shift_array", "shift_rows", "sum_array", "sum_rows",
+]  # fmt: skip
 
 
 class Library(NamedTuple):
@@ -25,6 +27,7 @@ class Library(NamedTuple):
     read_values: Callable[[Any], list[int] | None]  # returns integers; None if that would wait or break a trace
     describe_dtype: Callable[[Any], tuple[bool, Any]]  # whether an array is bool, and the iinfo of an integer array
     shift_array: Callable[..., Any]  # runs `shift_array`
+    sum_array: Callable[..., Any]  # runs `sum_array`
     compute_positions: Callable[..., Any]  # runs `compute_positions`
 
 
@@ -43,9 +46,33 @@ def shift_rows(
 
     A ``direction`` of 1 shifts to later rows, and -1 to earlier rows.
     """
-    length = library.count_rows(x, -1)
     if scalars.integer("ahead", ahead) < 1:
         raise ValueError(f"ahead must be at least 1, the next token, got {ahead}")
+    segments = _check_segments(library, x, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+    fill, invalid = _check_fill(fill, *library.describe_dtype(x))
+    static = {"by": direction * int(ahead), "invalid": invalid, "padding_segment": padding_segment}
+    return library.shift_array(x, *segments, fill, **static)
+
+
+def sum_rows(
+    library: Library, is_mean: bool, x: Any, where: Any, group: Any,
+    segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, padding_segment: Any,
+) -> Any:  # fmt: skip
+    """Checks the arguments and computes the sum, or the mean, of each row's segment over all ranks of ``group``."""
+    segments = _check_segments(library, x, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+    if where is not None:
+        library.count_rows(where, -1)
+        is_bool, _ = library.describe_dtype(where)
+        if not is_bool or tuple(where.shape) != tuple(x.shape):
+            raise ValueError(f"where {where.dtype} {tuple(where.shape)} must be bool of the shape of x {tuple(x.shape)}")
+    return library.sum_array(x, *segments, where, group, is_mean=is_mean, padding_segment=padding_segment)
+
+
+def _check_segments(
+    library: Library, x: Any, segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, padding_segment: Any
+) -> tuple[Any, Any, Any]:
+    """Checks what says where the sequences of ``x`` end. Returns the ids, and the offsets of true and padded lengths."""
+    length = library.count_rows(x, -1)
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError("segment_ids and cu_seqlens both say where sequences end: give only one of them")
     if cu_seqlens_padded is not None and cu_seqlens is None:
@@ -67,9 +94,7 @@ def shift_rows(
     for i, (size, room) in enumerate(zip(_lengths(ends or ()), _lengths(begins or ()), strict=False)):
         if size > room:
             raise ValueError(f"sequence {i} has {size} tokens by cu_seqlens, but {room} by cu_seqlens_padded")
-    fill, invalid = _check_fill(fill, *library.describe_dtype(x))
-    static = {"by": direction * int(ahead), "invalid": invalid, "padding_segment": padding_segment}
-    return library.shift_array(x, segment_ids, cu_seqlens, cu_seqlens_padded, fill, **static)
+    return segment_ids, cu_seqlens, cu_seqlens_padded
 
 
 def locate_rows(
@@ -144,19 +169,70 @@ def shift_array(
     begins. If the offsets are invalid, all rows get ``invalid``.
     """
     row, last = arange(x.shape[-1]), x.shape[-1] - 1
-    follows, fits = row < last, None  # follows: whether the tokens at i and i + 1 belong to the same sequence
-    if segment_ids is not None:
-        follows = follows & (segment_ids == xp.roll(segment_ids, -1, -1))
-        if padding_segment is not None:
-            follows = follows & (segment_ids != padding_segment)
-    elif ends is not None:
-        sizes, sequence = ends[1:] - ends[:-1], _find_sequence(xp, row, begins)
-        follows = row - begins[sequence] + 1 < sizes[sequence]
-        fits = _rises(ends, last + 1) & _rises(begins, last + 1) & (sizes <= begins[1:] - begins[:-1]).all()
+    ids, inside, fits = _find_segments(xp, row, segment_ids, ends, begins, padding_segment)
+    follows = row < last  # whether the tokens at i and i + 1 belong to the same sequence
+    if ids is not None:
+        follows = follows & (ids == xp.roll(ids, -1, -1))
+    if inside is not None:
+        follows = follows & inside & xp.roll(inside, -1, -1)
     has_source = _follow_steps(xp, follows, abs(by))
     has_source = xp.roll(has_source, by, -1) if by > 0 else has_source
     shifted = xp.where(has_source, xp.roll(x, by, -1), xp.full_like(x[..., :1], fill))
     return shifted if fits is None else xp.where(fits, shifted, xp.full_like(x[..., :1], invalid))
+
+
+def sum_array(
+    xp: Any, arange: Any, x: Any, segment_ids: Any, ends: Any, begins: Any, where: Any,
+    *, take: Any, gather: Any, take_local: Any, is_mean: bool, padding_segment: int | None,
+) -> Any:  # fmt: skip
+    """Returns at each row of ``x`` ``[..., L]`` the sum, or the mean, over its segment's rows in ``where``.
+
+    ``take`` is the library's `take_along_axis`. ``gather`` joins the rows of all ranks, and ``take_local`` undoes it.
+    If the offsets are invalid, all rows are NaN.
+    """
+    ids, inside, fits = _find_segments(xp, arange(x.shape[-1]), segment_ids, ends, begins, padding_segment)
+    terms = xp.stack([x, xp.ones_like(x)] if is_mean else [x])
+    for mask in (where, inside):
+        terms = terms if mask is None else xp.where(mask, terms, xp.zeros_like(terms))
+    ids = xp.zeros_like(x) if ids is None else xp.broadcast_to(ids, x.shape)
+    sums = take_local(_sum_segments(xp, arange, take, gather(terms), gather(ids)))
+    result = sums[0] / xp.clip(sums[1], 1, None) if is_mean else sums[0]
+    result = result if inside is None else xp.where(inside, result, xp.zeros_like(result))
+    return result if fits is None else xp.where(fits, result, xp.full_like(result, math.nan))
+
+
+def _sum_segments(xp: Any, arange: Any, take: Any, terms: Any, ids: Any) -> Any:
+    """Returns at each row of ``terms`` ``[n, ..., L]`` the sums over all rows with the same of the ``ids`` ``[..., L]``.
+
+    The rows are sorted by id. In steps of 1, 2, 4 … rows the last row of each segment collects the sum; then the other
+    rows copy it. So the order of the additions is fixed, and all rows of a segment have the same bits.
+    """
+    order = xp.argsort(ids, stable=True)
+    ids, terms, row = take(ids, order, -1), take(terms, order[None], -1), arange(ids.shape[-1])
+    steps = [1 << i for i in range((ids.shape[-1] - 1).bit_length())]
+    for step in steps:
+        has_earlier = (ids == xp.roll(ids, step, -1)) & (row >= step)
+        terms = terms + xp.where(has_earlier, xp.roll(terms, step, -1), xp.zeros_like(terms))
+    for step in steps:
+        has_later = (ids == xp.roll(ids, -step, -1)) & (row < ids.shape[-1] - step)
+        terms = xp.where(has_later, xp.roll(terms, -step, -1), terms)
+    return take(terms, xp.argsort(order)[None], -1)
+
+
+def _find_segments(
+    xp: Any, row: Any, segment_ids: Any, ends: Any, begins: Any, padding_segment: int | None
+) -> tuple[Any, Any, Any]:
+    """Returns each row's segment, whether the row lies in one, and whether the offsets are valid; None: all equal.
+
+    ``row`` numbers the rows. `shift_array` documents the other arguments.
+    """
+    if segment_ids is not None:
+        return segment_ids, None if padding_segment is None else segment_ids != padding_segment, None
+    if ends is None:
+        return None, None, None
+    sizes, sequence = ends[1:] - ends[:-1], _find_sequence(xp, row, begins)
+    fits = _rises(ends, row.shape[0]) & _rises(begins, row.shape[0]) & (sizes <= begins[1:] - begins[:-1]).all()
+    return sequence, row - begins[sequence] < sizes[sequence], fits
 
 
 def _follow_steps(xp: Any, follows: Any, steps: int) -> Any:

@@ -212,12 +212,10 @@ def _advise_loading(*tensors: torch.Tensor) -> str:
     return ": a meta tensor has no numbers. Call model.to_empty(device=...) and load_state_dict before the first step"
 
 
-def group(tp_group: Any) -> None:
-    """Checks that ``tp_group`` is a process group that contains this rank."""
-    if not isinstance(tp_group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got {tp_group!r}"
-        )
+def group(value: Any, name: str = "tp_group") -> None:
+    """Checks that ``value`` is a process group that contains this rank."""
+    if not isinstance(value, torch.distributed.ProcessGroup):
+        raise TypeError(f"{name} must be a torch.distributed.ProcessGroup with this rank in it, or None, got {value!r}")
 
 
 def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:

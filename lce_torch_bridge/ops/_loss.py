@@ -73,11 +73,11 @@ def linear_loss(
             ``entropy`` is None with ``entropy=False``. It is differentiable PyTorch code that returns ``[t]`` losses.
             Each loss must depend only on the values of its own token, because chunks may end at any token. loss_fn may
             close over numbers and over tensors without a gradient. Compute a loss that mixes tokens, such as GSPO's
-            with a sequence's mean, from the results of `linear_logprobs`. This is checked when a function is new: its
-            losses of up to 16 tokens are computed in one call and again in two parts, and a difference raises. A
-            function is new if its code, or a name, flag or function that it closes over, has not been seen. The check
-            leaves torch's random state unchanged, and skips functions that draw random numbers or return other losses
-            when called again.
+            with a sequence's mean, from the results of `linear_logprobs` with `lce_torch_bridge.rows.segment_mean`.
+            This is checked when a function is new: its losses of up to 16 tokens are computed in one call and again in
+            two parts, and a difference raises. A function is new if its code, or a name, flag or function that it
+            closes over, has not been seen. The check leaves torch's random state unchanged, and skips functions that
+            draw random numbers or return other losses when called again.
         per_token: further arguments of ``loss_fn``. If you pass them by name, such as ``advantage=...``, unknown and
             missing names are errors. Each is a tensor whose shape begins with labels' shape, may have 1 in place of a
             size (``[b, 1]`` for one value per sequence), or is (). Tensors that require a gradient get one. Python
@@ -211,7 +211,6 @@ def _make_error(
         where=None if where is None else mask,
         ignore_index=ignore_index,
         options=options,
-        mean=("x.mean(-1)", "torch.where(mask, x, 0).sum(-1) / mask.sum(-1).clamp(min=1)"),
     )
     if is_in_main_grad:
         error.add_note("weight.main_grad may hold the gradients of all tokens: zero it, or restore what it held")

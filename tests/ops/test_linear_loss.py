@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lce_jax import linear_logprobs, linear_loss, losses, sharded_linear_logprobs, sharded_linear_loss
+from lce_jax import linear_logprobs, linear_loss, losses, rows, sharded_linear_logprobs, sharded_linear_loss
 from tests import cases, oracle
 from tests.pairs import values_of
 
@@ -492,12 +492,12 @@ def test_a_sequence_mean_as_the_message_says(selects: str, of: Any) -> None:
     with pytest.raises(ValueError, match="mixes tokens") as error:
         of(sequences, hidden, weight, labels, old=old, **options)
     lines, mean = re.findall("`(.*?)`", str(error.value))
-    functions = {"jnp": jnp, "linear_logprobs": linear_logprobs, "sharded_linear_logprobs": sharded_linear_logprobs}
+    functions = {"rows": rows, "linear_logprobs": linear_logprobs, "sharded_linear_logprobs": sharded_linear_logprobs}
 
     def total(hidden: Any, weight: Any) -> Any:
         names = functions | options | {"hidden": hidden, "weight": weight, "labels": labels}
         exec(lines, names)
-        return jnp.sum(advantage * jnp.exp(eval(mean, names | {"x": names["out"].logprobs - old})))
+        return jnp.sum(advantage * jnp.exp(eval(mean, names | {"x": names["out"].logprobs - old}))[:, -1])
 
     value, got = jax.value_and_grad(total, (0, 1))(hidden, weight)
     options = {name: x for name, x in options.items() if name in ("temperature", "where")} | {"where": mask}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge import linear_logprobs, linear_loss, losses
+from lce_torch_bridge import linear_logprobs, linear_loss, losses, rows
 from tests.torch import problem as p
 
 
@@ -112,11 +112,11 @@ def test_a_sequence_mean_as_the_message_says(selects: str) -> None:
         linear_loss(sequences, hidden, weight, labels, old=old, **given)
     lines, mean = re.findall("`(.*?)`", str(error.value))
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    names = {"torch": torch, "linear_logprobs": linear_logprobs, "labels": labels, **given}
+    names = {"torch": torch, "rows": rows, "linear_logprobs": linear_logprobs, "labels": labels, **given}
     names |= {"hidden": leaves[0], "weight": leaves[1]}
     exec(lines, names)
     x = names["out"].logprobs - old
-    total = clipped(eval(mean, names | {"x": x}).exp(), advantage).sum()
+    total = clipped(eval(mean, names | {"x": x}).exp()[:, -1], advantage).sum()
 
     double = hidden.double().requires_grad_(), weight.double().requires_grad_()
     exact = p.stored(*double, labels, temperature=0.7).logprobs - old
