@@ -18,6 +18,7 @@ L is the number of tokens in a row of the batch, which may hold several sequence
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -352,6 +353,11 @@ def _shift_array(x: Array, ids: Any, fill: Array, ends: Any, begins: Any, **stat
     return sequences.shift_array(jnp, jnp.arange, x, ids, ends, begins, fill, **static)
 
 
+def _repeat(count: int, body: Callable[[Any, Array], Array], x: Array) -> Array:
+    """Applies ``body(i, x)`` for each i below ``count``. The loop is not unrolled, because that compiles slowly."""
+    return lax.fori_loop(1, count, body, body(0, x)) if count else x  # body(0, x) varies over all axes that it will
+
+
 @functools.partial(jax.jit, static_argnames=("axis_name", "is_mean", "padding_segment"), inline=True)
 def _sum_array(x: Array, ids: Any, where: Any, ends: Any, begins: Any, *, axis_name: Any, **static: Any) -> Array:
     def gather(x: Array) -> Array:
@@ -362,7 +368,7 @@ def _sum_array(x: Array, ids: Any, where: Any, ends: Any, begins: Any, *, axis_n
         start = 0 if axis_name is None else lax.axis_index(axis_name) * length
         return lax.dynamic_slice_in_dim(sums, start, length, -1)
 
-    static |= {"take": jnp.take_along_axis, "gather": gather, "take_local": take_local}
+    static |= {"take": jnp.take_along_axis, "repeat": _repeat, "gather": gather, "take_local": take_local}
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return sequences.sum_array(jnp, jnp.arange, x, ids, ends, begins, where, **static)
 

@@ -247,9 +247,13 @@ def _sum_array(
         return sums.narrow(-1, rank * length, length)
 
     arange, ends, begins = _move_to_device(x.device, ends, begins)
-    more |= {"take": torch.take_along_dim, "gather": gather, "take_local": take_local}
+    more |= {"take": torch.take_along_dim, "repeat": _repeat, "gather": gather, "take_local": take_local}
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return sequences.sum_array(torch, arange, x, segment_ids, ends, begins, where, **more)
+
+
+def _repeat(count: int, body: Any, x: torch.Tensor) -> torch.Tensor:
+    return functools.reduce(lambda x, i: body(i, x), range(count), x)
 
 
 class _GatherRows(torch.autograd.Function):

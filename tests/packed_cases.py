@@ -50,6 +50,16 @@ class Packed(NamedTuple):
     def labels(self) -> np.ndarray:
         return self.labels_ahead(1)
 
+    def summed(self, x: np.ndarray, where: np.ndarray, *, mean: bool) -> np.ndarray:
+        """Returns the sum or mean of each sequence over its rows in ``where``, at each of its rows; 0 elsewhere."""
+        x, result = np.asarray(x, float), np.zeros(x.shape)
+        for begin, length in zip(self.cu_seqlens_padded, self.lengths, strict=False):
+            rows = slice(begin, begin + length)
+            count = where[..., rows].sum(-1)
+            total = np.where(where[..., rows], x[..., rows], 0).sum(-1) / (np.maximum(count, 1) if mean else 1)
+            result[..., rows] = total[..., None]
+        return result
+
     def labels_ahead(self, steps: int) -> np.ndarray:
         return self.row([np.append(x[steps:], np.full(steps, -100))[: len(x)] for x in self.sequences], -100)
 
@@ -138,5 +148,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # the function, its arg
     "a dimension": ("of_rank", {"x": [1, 2], "cp_rank": 0, "cp_size": 1, "axis": 1}, r"axis=1 is no dimension of x"),
     "the token itself": ("next_tokens", {"tokens": [1, 2], "ahead": 0}, "ahead must be at least 1, .* got 0"),
     "no bool": ("next_values", {"values": [True], "fill": 2}, "fill must be True or False, got 2"),
+    "a mask of numbers": (
+        "segment_mean", {"x": [1.0, 2.0], "where": [1, 0]}, r"where .*int64 \(2,\) must be bool .* of x \(2,\)"
+    ),
+    "a mask of sequences": (
+        "segment_sum", {"x": [1.0, 2.0], "where": [True]}, r"where .*bool \(1,\) must be bool of the shape of x \(2,\)"
+    ),
+    "offsets of all ranks": (
+        "segment_mean", {"x": [1.0, 2.0], "cu_seqlens": [0, 4]}, r"must rise from 0 to at most 2, .* got \[0, 4\]"
+    ),
     "a fraction": ("next_values", {"values": [1, 2], "fill": 0.5}, "fill must be a Python integer, got 0.5"),
 }  # fmt: skip

@@ -183,25 +183,25 @@ def shift_array(
 
 def sum_array(
     xp: Any, arange: Any, x: Any, segment_ids: Any, ends: Any, begins: Any, where: Any,
-    *, take: Any, gather: Any, take_local: Any, is_mean: bool, padding_segment: int | None,
+    *, take: Any, repeat: Any, gather: Any, take_local: Any, is_mean: bool, padding_segment: int | None,
 ) -> Any:  # fmt: skip
     """Returns at each row of ``x`` ``[..., L]`` the sum, or the mean, over its segment's rows in ``where``.
 
-    ``take`` is the library's `take_along_axis`. ``gather`` joins the rows of all ranks, and ``take_local`` undoes it.
-    If the offsets are invalid, all rows are NaN.
+    ``take`` is the library's `take_along_axis`, and ``repeat(n, body, x)`` applies ``body(i, x)`` for i in 0 … n - 1.
+    ``gather`` joins the rows of all ranks, and ``take_local`` undoes it. If the offsets are invalid, all rows are NaN.
     """
     ids, inside, fits = _find_segments(xp, arange(x.shape[-1]), segment_ids, ends, begins, padding_segment)
     terms = xp.stack([x, xp.ones_like(x)] if is_mean else [x])
     for mask in (where, inside):
         terms = terms if mask is None else xp.where(mask, terms, xp.zeros_like(terms))
     ids = xp.zeros_like(x) if ids is None else xp.broadcast_to(ids, x.shape)
-    sums = take_local(_sum_segments(xp, arange, take, gather(terms), gather(ids)))
+    sums = take_local(_sum_segments(xp, arange, take, repeat, gather(terms), gather(ids)))
     result = sums[0] / xp.clip(sums[1], 1, None) if is_mean else sums[0]
     result = result if inside is None else xp.where(inside, result, xp.zeros_like(result))
     return result if fits is None else xp.where(fits, result, xp.full_like(result, math.nan))
 
 
-def _sum_segments(xp: Any, arange: Any, take: Any, terms: Any, ids: Any) -> Any:
+def _sum_segments(xp: Any, arange: Any, take: Any, repeat: Any, terms: Any, ids: Any) -> Any:
     """Returns at each row of ``terms`` ``[n, ..., L]`` the sums over all rows with the same of the ``ids`` ``[..., L]``.
 
     The rows are sorted by id. In steps of 1, 2, 4 … rows the last row of each segment collects the sum; then the other
@@ -209,14 +209,20 @@ def _sum_segments(xp: Any, arange: Any, take: Any, terms: Any, ids: Any) -> Any:
     """
     order = xp.argsort(ids, stable=True)
     ids, terms, row = take(ids, order, -1), take(terms, order[None], -1), arange(ids.shape[-1])
-    steps = [1 << i for i in range((ids.shape[-1] - 1).bit_length())]
-    for step in steps:
-        has_earlier = (ids == xp.roll(ids, step, -1)) & (row >= step)
-        terms = terms + xp.where(has_earlier, xp.roll(terms, step, -1), xp.zeros_like(terms))
-    for step in steps:
-        has_later = (ids == xp.roll(ids, -step, -1)) & (row < ids.shape[-1] - step)
-        terms = xp.where(has_later, xp.roll(terms, -step, -1), terms)
-    return take(terms, xp.argsort(order)[None], -1)
+
+    def add_earlier(i: Any, terms: Any) -> Any:
+        step = 1 << i
+        same = (ids == xp.roll(ids, step, -1)) & (row >= step)
+        return terms + xp.where(same, xp.roll(terms, step, -1), xp.zeros_like(terms))
+
+    def copy_later(i: Any, terms: Any) -> Any:
+        step = 1 << i
+        same = (ids == xp.roll(ids, -step, -1)) & (row < row.shape[0] - step)
+        return xp.where(same, xp.roll(terms, -step, -1), terms)
+
+    count = max(row.shape[0] - 1, 0).bit_length()
+    sums = repeat(count, copy_later, repeat(count, add_earlier, terms))
+    return take(sums, xp.argsort(order)[None], -1)
 
 
 def _find_segments(

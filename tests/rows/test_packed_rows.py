@@ -86,6 +86,79 @@ def test_ranks(lengths: list[int], layout: Any) -> None:
         assert np.array_equal(rows.in_sequence_order(in_ranks, cp_size, **said), labels)
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_sums_over_sequences(name: str) -> None:
+    """In two rows of a batch; what is not in ``where`` is NaN; all rows of a sequence have the same bits."""
+    packed, draw = PACKED[name], np.random.default_rng(0)
+    x = draw.normal(size=(2, len(packed.tokens))).astype(np.float32)
+    where = draw.random(x.shape) < 0.5
+    where[1, :3] = False  # all of a sequence in some of the cases
+    everywhere, rounded = np.ones(x.shape, bool), x.astype(jnp.bfloat16)
+    for said in ways(name):
+        said = {key: np.stack([y, y]) if key == "segment_ids" else y for key, y in said.items()}
+
+        @jax.jit
+        def compute(said: Any = said) -> list[jax.Array]:
+            some = {"where": where, **said}
+            unknown = np.where(where, x, np.nan)
+            return [rows.segment_mean(unknown, **some), rows.segment_sum(x, **some), rows.segment_mean(rounded, **said)]
+
+        want = [packed.summed(x, where, mean=mean) for mean in (True, False)]
+        for found, true in zip(compute(), [*want, packed.summed(rounded, everywhere, mean=True)], strict=True):
+            assert found.dtype == jnp.float32
+            np.testing.assert_allclose(found, true, rtol=1e-6, atol=1e-6)
+            for begin, length in zip(packed.cu_seqlens_padded, packed.lengths, strict=False):
+                assert (found[:, begin : begin + length] == found[:, begin : begin + 1]).all()
+
+
+@pytest.mark.fast("zigzag-4", "contiguous-2")
+@combined(layout=["zigzag", "contiguous"], cp_size=[2, 4])
+def test_sums_over_sequences_over_the_ranks_that_split_them(cp_size: int, layout: Any) -> None:
+    """By ids and by a rank's offsets: values and gradients, of a sequence without tokens that count too."""
+    packed = Packed([13, 3, 16], multiple=8)
+    draw, count = np.random.default_rng(1), len(packed.tokens)
+    x, seed, where = draw.normal(size=count), draw.normal(size=count), packed.segment_ids * (draw.random(count) < 0.6)
+    where[packed.cu_seqlens_padded[1] : packed.cu_seqlens_padded[2]] = 0
+    order = {"layout": layout, "cu_seqlens": packed.cu_seqlens_padded}
+    mine = [
+        rows.in_rank_order(jnp.asarray(y), cp_size, **order)
+        for y in (x.astype(np.float32), where > 0, packed.segment_ids, seed.astype(np.float32))
+    ]
+
+    def rank_results(x: jax.Array, where: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+        said = {"where": where, "axis_name": "cp"}
+        by_ids = rows.segment_mean(x, segment_ids=ids, padding_segment=0, **said)
+        by_offsets = rows.segment_sum(x, cu_seqlens=packed.cu_seqlens_padded // cp_size, **said)
+        return by_ids, by_offsets, rows.segment_sum(jnp.ones(ids.shape), segment_ids=ids, axis_name="cp")
+
+    split, mesh = P("cp"), jax.make_mesh((cp_size,), ("cp",), axis_types=(AxisType.Auto,))
+    results = jax.shard_map(rank_results, mesh=mesh, in_specs=(split,) * 3, out_specs=(split,) * 3)
+
+    def objective(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        means, sums, sizes = results(x, *mine[1:3])
+        return jnp.sum((means + jnp.sin(sums)) * mine[3]), (means, sums, sizes)
+
+    (_, found), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(mine[0])
+    means, sums, sizes, gradient = (rows.in_sequence_order(y, cp_size, **order) for y in (*found, gradient))
+    inside, ones = packed.segment_ids > 0, packed._replace(lengths=[16, 8, 16])  # offsets have no padding
+    np.testing.assert_allclose(means, packed.summed(x, where > 0, mean=True), rtol=2e-6, atol=1e-6)
+    want = ones.summed(x, where > 0, mean=False)
+    np.testing.assert_allclose(sums, want, rtol=2e-6, atol=1e-6)
+    assert np.array_equal(sizes, np.bincount(packed.segment_ids)[packed.segment_ids])
+    size = np.maximum(packed.summed(where > 0, where > 0, mean=False), 1)
+    slopes = packed.summed(seed, inside, mean=False) / size + ones.summed(
+        np.cos(want) * seed, np.ones(count, bool), mean=False
+    )
+    np.testing.assert_allclose(gradient, np.where(where > 0, slopes, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_an_axis_that_no_shard_map_binds() -> None:
+    with pytest.raises(ValueError, match=r"axis_name 'cp' is not bound here .* outside it leave axis_name out"):
+        rows.segment_mean(jnp.ones(4), axis_name="cp")
+    with pytest.raises(TypeError, match=r"axis_name must be None, a mesh axis's name .* got 2"):
+        rows.segment_mean(jnp.ones(4), axis_name=2)
+
+
 @values_of("ahead", [1, 3], slow=[1])
 def test_the_loss_of_a_packed_row_over_ranks_is_that_of_its_sequences(ahead: int) -> None:
     """Values and gradients, of two sequences of which one is padded, over two ranks with chunks of each."""
@@ -138,6 +211,7 @@ KINDS = [jnp.arange(12).astype(dtype) for dtype in (jnp.int32, jnp.int8, jnp.uin
 def shifted_of_every_kind(ends: jax.Array, begins: jax.Array) -> list[jax.Array]:
     said = {"cu_seqlens": ends, "cu_seqlens_padded": begins}
     found = [rows.next_tokens(x, ahead=2, **said) for x in KINDS[:2]]
+    found += [rows.segment_mean(KINDS[3], **said), rows.segment_sum(KINDS[0], **said)]
     fills = [1, 1, 1, 1.0, True]
     found += [rows.next_values(x, fill=fill, **said) for x, fill in zip(KINDS, fills, strict=True)]
     found += [rows.at_tokens(x, fill=fill, **said) for x, fill in zip(KINDS, fills, strict=True)]

@@ -68,6 +68,39 @@ def test_ranks(lengths: list[int], layout: Any) -> None:
         assert torch.equal(rows.in_sequence_order(in_ranks, cp_size, **said), labels)
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_sums_over_sequences(name: str) -> None:
+    """Values and gradients in two rows of a batch; what is not in ``where`` is NaN."""
+    packed, draw = PACKED[name], np.random.default_rng(0)
+    x, seed = (draw.normal(size=(2, len(packed.tokens))).astype(np.float32) for _ in range(2))
+    where, everywhere = draw.random(x.shape) < 0.5, np.ones(x.shape, bool)
+    where[1, :3] = False  # all of a sequence in some of the cases
+    sums, slopes = packed.summed(x, where, mean=False), where * packed.summed(seed, everywhere, mean=False)
+    size = np.maximum(packed.summed(where, where, mean=False), 1)
+    for said in ways(name):
+        said = {key: torch.stack([y, y]) if key == "segment_ids" else y for key, y in said.items()}
+        for function, divisor in ((rows.segment_mean, size), (rows.segment_sum, 1)):
+            leaf = to(np.where(where, x, np.nan).astype(np.float32)).requires_grad_()
+            found = function(leaf, where=to(where), **said)
+            (gradient,) = torch.autograd.grad(found, leaf, to(seed))
+            np.testing.assert_allclose(found.detach(), sums / divisor, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(gradient, slopes / divisor, rtol=1e-6, atol=1e-6)
+        rounded = to(x).bfloat16()
+        found = rows.segment_mean(rounded, **said)
+        assert found.dtype == torch.float32
+        np.testing.assert_allclose(found, packed.summed(rounded.float(), everywhere, mean=True), rtol=1e-6, atol=1e-6)
+
+
+def test_sums_over_sequences_in_one_graph() -> None:
+    def call(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return rows.segment_mean(x, where=x > 0, segment_ids=ids)
+
+    x, ids = torch.randn(3, 33, generator=torch.Generator().manual_seed(0)), torch.arange(99).view(3, 33) // 7
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(x, ids), call(x, ids))
+    with pytest.raises(TypeError, match=r"group must be a torch\.distributed\.ProcessGroup .* got 'cp'"):
+        rows.segment_mean(x, group="cp")
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("megatron.core"), reason="needs megatron-core")
 def test_the_zigzag_is_megatrons() -> None:
     from megatron.core.utils import get_batch_on_this_cp_rank
@@ -122,6 +155,7 @@ KINDS = [torch.arange(12).to(dtype) for dtype in (torch.int64, torch.int8, torch
 def shifted_of_every_kind(ends: torch.Tensor, begins: torch.Tensor) -> list[torch.Tensor]:
     said = {"cu_seqlens": ends, "cu_seqlens_padded": begins}
     found = [rows.next_tokens(x, ahead=2, **said) for x in KINDS[:2]]
+    found += [rows.segment_mean(KINDS[3], **said), rows.segment_sum(KINDS[0], **said)]
     fills = [1, 1, 1, 1.0, True]
     found += [rows.next_values(x, fill=fill, **said) for x, fill in zip(KINDS, fills, strict=True)]
     found += [rows.at_tokens(x, fill=fill, **said) for x, fill in zip(KINDS, fills, strict=True)]
@@ -171,7 +205,7 @@ def test_the_signature_is_that_of_lce_jax(name: str) -> None:
     assert rows.__all__ == lce_jax.rows.__all__
     ours, theirs = (dict(inspect.signature(getattr(module, name)).parameters) for module in (rows, lce_jax.rows))
     ours.pop("device", None)  # arrays have none to choose
-    assert [(x.name, x.kind, x.default) for x in ours.values()] == [
+    assert [(x.name.replace("group", "axis_name"), x.kind, x.default) for x in ours.values()] == [
         (x.name, x.kind, x.default) for x in theirs.values()
     ]
 
@@ -185,6 +219,7 @@ def test_no_backend_of_jax_is_started() -> None:
         x, offsets = torch.arange(12), torch.tensor([0, 4, 12])
         moved = rows.next_values(rows.next_tokens(x, cu_seqlens=offsets), fill=1, ahead=2, segment_ids=x // 3)
         mine = rows.of_rank(rows.at_tokens(moved.float()), 1, 2, cu_seqlens=offsets)
+        rows.segment_mean(moved, segment_ids=x // 3)
         rows.in_sequence_order(rows.in_rank_order(x, 2), 2)[rows.positions(12, 0, 1)]
         assert mine.shape == (6,)
         assert not xla_bridge.backends_are_initialized()

@@ -20,7 +20,7 @@ MODELS = (
 DEFERRED = ("ddp", "fsdp2", "fsdp")
 SHARDS = (
     "class_weights", "foreign_labels", "collectives", "empty", "uneven", "rounding", "every_function", "of_dtensors",
-    "loss_in_forward", "common_offset",
+    "loss_in_forward", "common_offset", "segment_sums",
 )  # fmt: skip
 GROUPS = ("other_options", "rows_that_differ", "other_tokens", "whole_weights", "right_groups")
 MORE = ("negative_controls", "kept_rows", "chosen_on_one_rank", "in_16_bits", "more_of_every_function")
@@ -28,7 +28,7 @@ RUNS = {
     "models": (4, "wrapped_worker", MODELS),
     "two parts": (2, "shards_worker", (*SHARDS, *GROUPS)),
     "deferred": (2, "deferred_worker", DEFERRED),
-    "four parts": (4, "shards_worker", ("every_function", "of_dtensors", "loss_in_forward", "in_16_bits", *GROUPS)),
+    "four parts": (4, "shards_worker", ("every_function", "of_dtensors", "loss_in_forward", "in_16_bits", "segment_sums", *GROUPS)),
     "more": (2, "shards_worker", MORE),
 }
 
