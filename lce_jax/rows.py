@@ -18,7 +18,6 @@ L is the number of tokens in a row of the batch, which may hold several sequence
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -161,7 +160,8 @@ def segment_mean(
             (`of_rank`). None: see ``cu_seqlens``.
         cu_seqlens: ``[n + 1]`` integers, as in `next_tokens`. Under ``axis_name``, the offsets in the shard's rows,
             ``cu_seqlens_padded // cp_size``; ``where`` leaves padding out.
-        cu_seqlens_padded, padding_segment: as in `next_tokens`.
+        cu_seqlens_padded: as in `next_tokens`.
+        padding_segment: as in `next_tokens`.
 
     Returns:
         ``[..., L]`` float32, float64 for a float64 ``x``. It is differentiable; under ``axis_name``, the gradient is
@@ -192,7 +192,7 @@ def segment_sum(
     segment_ids: Int[ArrayLike, "*b L"] | None = None, cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
     cu_seqlens_padded: Int[ArrayLike, "n+1"] | None = None, padding_segment: int | None = None,
 ) -> Float[Array, "*b L"]:  # fmt: skip
-    """Returns at each row the sum of ``x`` over the rows of its sequence in ``where``. `segment_mean` has the arguments.
+    """Returns at each row the sum of ``x`` over the rows of its sequence. The arguments are those of `segment_mean`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -353,24 +353,34 @@ def _shift_array(x: Array, ids: Any, fill: Array, ends: Any, begins: Any, **stat
     return sequences.shift_array(jnp, jnp.arange, x, ids, ends, begins, fill, **static)
 
 
-def _repeat(count: int, body: Callable[[Any, Array], Array], x: Array) -> Array:
-    """Applies ``body(i, x)`` for each i below ``count``. The loop is not unrolled, because that compiles slowly."""
-    return lax.fori_loop(1, count, body, body(0, x)) if count else x  # body(0, x) varies over all axes that it will
-
-
 @functools.partial(jax.jit, static_argnames=("axis_name", "is_mean", "padding_segment"), inline=True)
 def _sum_array(x: Array, ids: Any, where: Any, ends: Any, begins: Any, *, axis_name: Any, **static: Any) -> Array:
-    def gather(x: Array) -> Array:
-        return x if axis_name is None else lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
+    def sum_terms(terms: Array, ids: Array) -> Array:
+        like = ids if axis_name is None else (ids, lax.axis_index(axis_name))
+        return _sum_segments(_jax.vary_like(terms, like), ids, axis_name)
 
-    def take_local(sums: Array) -> Array:
-        length = x.shape[-1]
-        start = 0 if axis_name is None else lax.axis_index(axis_name) * length
-        return lax.dynamic_slice_in_dim(sums, start, length, -1)
-
-    static |= {"take": jnp.take_along_axis, "repeat": _repeat, "gather": gather, "take_local": take_local}
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return sequences.sum_array(jnp, jnp.arange, x, ids, ends, begins, where, **static)
+    return sequences.sum_array(jnp, jnp.arange, x, ids, ends, begins, where, sum_terms=sum_terms, **static)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sum_segments(terms: Array, ids: Array, axis_name: Any) -> Array:
+    """Computes `sequences.sum_segments` over the rows of all shards, and returns the results of this shard's rows."""
+    # An unrolled loop takes XLA a second to compile for each step.
+    compute = functools.partial(
+        sequences.sum_segments, jnp, jnp.arange, jnp.take_along_axis, functools.partial(lax.fori_loop, 0)
+    )
+    if axis_name is None:
+        return compute(terms, ids)
+    gathered = (lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True) for x in (terms, ids))
+    length = ids.shape[-1]
+    return lax.dynamic_slice_in_dim(compute(*gathered), lax.axis_index(axis_name) * length, length, -1)
+
+
+_sum_segments.defvjp(
+    lambda terms, ids, axis_name: (_sum_segments(terms, ids, axis_name), ids),
+    lambda axis_name, ids, cotangent: (_sum_segments(cotangent, ids, axis_name), None),
+)
 
 
 @functools.partial(jax.jit, static_argnames=("length", "cp_size", "chunks", "inverse"), inline=True)

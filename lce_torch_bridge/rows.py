@@ -126,7 +126,7 @@ def segment_sum(
     segment_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_padded: torch.Tensor | None = None, padding_segment: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns at each row the sum of ``x`` over the rows of its sequence in ``where``. `segment_mean` has the arguments.
+    """Returns at each row the sum of ``x`` over the rows of its sequence. The arguments are those of `segment_mean`.
 
     Example:
         >>> import torch
@@ -237,37 +237,35 @@ def _sum_array(
     _checks.same_device(x, **{name: other for name, other in others.items() if other is not None})
     if group is not None:
         _checks.group(group, "group")
-    name, length = _tensor_parallel.name_group(group), x.shape[-1]
-    _, rank = _tensor_parallel.size_and_rank(name)
+    arange, ends, begins = _move_to_device(x.device, ends, begins)
+    name = _tensor_parallel.name_group(group)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    more["sum_terms"] = lambda terms, ids: _SumSegments.apply(terms, ids, name)
+    return sequences.sum_array(torch, arange, x, segment_ids, ends, begins, where, **more)
 
-    def gather(rows: torch.Tensor) -> torch.Tensor:
-        return rows if name == _tensor_parallel.NO_GROUP else _GatherRows.apply(rows, name)
 
-    def take_local(sums: torch.Tensor) -> torch.Tensor:
+class _SumSegments(torch.autograd.Function):
+    """Computes `sequences.sum_segments` over the rows of all ranks, and returns the results of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: torch.Tensor, ids: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.name, length = name, ids.shape[-1]
+        size, rank = _tensor_parallel.size_and_rank(name)
+        if size > 1:
+            terms, ids = (torch.cat([*_tensor_parallel.gather(x.contiguous(), name)], -1) for x in (terms, ids))
+        (arange,) = _move_to_device(ids.device)
+        sums = sequences.sum_segments(torch, arange, torch.take_along_dim, _repeat, terms, ids)
         return sums.narrow(-1, rank * length, length)
 
-    arange, ends, begins = _move_to_device(x.device, ends, begins)
-    more |= {"take": torch.take_along_dim, "repeat": _repeat, "gather": gather, "take_local": take_local}
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return sequences.sum_array(torch, arange, x, segment_ids, ends, begins, where, **more)
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        return _SumSegments.apply(grad, ids, ctx.name), None, None
 
 
 def _repeat(count: int, body: Any, x: torch.Tensor) -> torch.Tensor:
     return functools.reduce(lambda x, i: body(i, x), range(count), x)
-
-
-class _GatherRows(torch.autograd.Function):
-    """Joins the rows of all ranks of a group. Its gradient is the sum of the ranks' gradients of a rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name
-        return torch.cat([*_tensor_parallel.gather(rows.contiguous(), name)], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        size, rank = _tensor_parallel.size_and_rank(ctx.name)
-        return _tensor_parallel.all_reduce(grad.clone(), ctx.name).chunk(size, -1)[rank], None
 
 
 def _compute_positions(begins: torch.Tensor | None, rank: int | None, device: Any, **more: Any) -> torch.Tensor:

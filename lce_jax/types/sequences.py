@@ -1,4 +1,4 @@
-"""Shifts and sums within packed sequences, and the rows of context-parallel ranks: one implementation for JAX and torch.
+"""Shifts and sums in packed sequences, and the rows of context-parallel ranks: one implementation for JAX and torch.
 
 `lce_jax.rows` and `lce_torch_bridge.rows` call this module, and document the arguments. In `shift_array`, `sum_array`
 and `compute_positions`, ``xp`` is `jax.numpy` or `torch`, and ``arange`` makes its array on the device of the other
@@ -16,6 +16,7 @@ from lce_jax.types import scalars
 
 __all__ = [
     "Library", "compute_positions", "count_rows", "locate_rows", "shift_array", "shift_rows", "sum_array", "sum_rows",
+    "sum_segments",
 ]  # fmt: skip
 
 
@@ -64,14 +65,16 @@ def sum_rows(
         library.count_rows(where, -1)
         is_bool, _ = library.describe_dtype(where)
         if not is_bool or tuple(where.shape) != tuple(x.shape):
-            raise ValueError(f"where {where.dtype} {tuple(where.shape)} must be bool of the shape of x {tuple(x.shape)}")
+            raise ValueError(
+                f"where {where.dtype} {tuple(where.shape)} must be bool of the shape of x {tuple(x.shape)}"
+            )
     return library.sum_array(x, *segments, where, group, is_mean=is_mean, padding_segment=padding_segment)
 
 
 def _check_segments(
     library: Library, x: Any, segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, padding_segment: Any
 ) -> tuple[Any, Any, Any]:
-    """Checks what says where the sequences of ``x`` end. Returns the ids, and the offsets of true and padded lengths."""
+    """Checks what says where the sequences end. Returns the ids, and the offsets of true and of padded lengths."""
     length = library.count_rows(x, -1)
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError("segment_ids and cu_seqlens both say where sequences end: give only one of them")
@@ -183,29 +186,31 @@ def shift_array(
 
 def sum_array(
     xp: Any, arange: Any, x: Any, segment_ids: Any, ends: Any, begins: Any, where: Any,
-    *, take: Any, repeat: Any, gather: Any, take_local: Any, is_mean: bool, padding_segment: int | None,
+    *, sum_terms: Any, is_mean: bool, padding_segment: int | None,
 ) -> Any:  # fmt: skip
     """Returns at each row of ``x`` ``[..., L]`` the sum, or the mean, over its segment's rows in ``where``.
 
-    ``take`` is the library's `take_along_axis`, and ``repeat(n, body, x)`` applies ``body(i, x)`` for i in 0 … n - 1.
-    ``gather`` joins the rows of all ranks, and ``take_local`` undoes it. If the offsets are invalid, all rows are NaN.
+    ``sum_terms`` is the library's differentiable `sum_segments`. If the offsets are invalid, all rows are NaN.
     """
     ids, inside, fits = _find_segments(xp, arange(x.shape[-1]), segment_ids, ends, begins, padding_segment)
     terms = xp.stack([x, xp.ones_like(x)] if is_mean else [x])
     for mask in (where, inside):
         terms = terms if mask is None else xp.where(mask, terms, xp.zeros_like(terms))
     ids = xp.zeros_like(x) if ids is None else xp.broadcast_to(ids, x.shape)
-    sums = take_local(_sum_segments(xp, arange, take, repeat, gather(terms), gather(ids)))
+    sums = sum_terms(terms, ids)
     result = sums[0] / xp.clip(sums[1], 1, None) if is_mean else sums[0]
     result = result if inside is None else xp.where(inside, result, xp.zeros_like(result))
     return result if fits is None else xp.where(fits, result, xp.full_like(result, math.nan))
 
 
-def _sum_segments(xp: Any, arange: Any, take: Any, repeat: Any, terms: Any, ids: Any) -> Any:
-    """Returns at each row of ``terms`` ``[n, ..., L]`` the sums over all rows with the same of the ``ids`` ``[..., L]``.
+def sum_segments(xp: Any, arange: Any, take: Any, repeat: Any, terms: Any, ids: Any) -> Any:
+    """Returns at each row of ``terms`` ``[n, ..., L]`` the sums over all rows with the same id in ``ids`` ``[..., L]``.
 
     The rows are sorted by id. In steps of 1, 2, 4 … rows the last row of each segment collects the sum; then the other
-    rows copy it. So the order of the additions is fixed, and all rows of a segment have the same bits.
+    rows copy it. So the order of the additions is fixed, and all rows of a segment have the same bits. The sums' matrix
+    is symmetric: the gradient of the terms is this function of the gradient of the sums.
+
+    ``take`` is the library's `take_along_axis`, and ``repeat(n, body, x)`` applies ``body(i, x)`` for each i below n.
     """
     order = xp.argsort(ids, stable=True)
     ids, terms, row = take(ids, order, -1), take(terms, order[None], -1), arange(ids.shape[-1])

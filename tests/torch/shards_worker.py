@@ -27,9 +27,9 @@ from lce_torch_bridge import (
     linear_loss,
     linear_topk,
     masked_logprobs,
-    rows,
     verl,
 )
+from lce_torch_bridge import rows as packed_rows
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.tensors._tensor_parallel import ALL_GATHER
 from tests.torch import executor
@@ -191,8 +191,8 @@ def segment_sums(group: dist.ProcessGroup) -> None:
     ids = torch.arange(3).repeat_interleave(offsets.diff()).expand(2, -1)
     x, seed = (torch.randn(2, 40, generator=draws).to(DEVICE) for _ in range(2))
     where = (torch.rand(2, 40, generator=draws) < 0.6) & (ids != 1)
-    split = functools.partial(rows.of_rank, cp_rank=group.rank(), cp_size=size, cu_seqlens=offsets)
-    for function in (rows.segment_mean, rows.segment_sum):
+    split = functools.partial(packed_rows.of_rank, cp_rank=group.rank(), cp_size=size, cu_seqlens=offsets)
+    for function in (packed_rows.segment_mean, packed_rows.segment_sum):
         alone = x.clone().requires_grad_()
         want = function(alone, where=where.to(DEVICE), segment_ids=ids.to(DEVICE))
         (wanted,) = torch.autograd.grad(want.sin(), alone, seed)

@@ -28,7 +28,11 @@ RUNS = {
     "models": (4, "wrapped_worker", MODELS),
     "two parts": (2, "shards_worker", (*SHARDS, *GROUPS)),
     "deferred": (2, "deferred_worker", DEFERRED),
-    "four parts": (4, "shards_worker", ("every_function", "of_dtensors", "loss_in_forward", "in_16_bits", "segment_sums", *GROUPS)),
+    "four parts": (
+        4,
+        "shards_worker",
+        ("every_function", "of_dtensors", "loss_in_forward", "in_16_bits", "segment_sums", *GROUPS),
+    ),
     "more": (2, "shards_worker", MORE),
 }
 
