@@ -37,7 +37,7 @@ vars(sys.modules["transformers"]).update(__version__="5", AutoModelForCausalLM=A
 WITHOUT_A_GPU = "from examples.megatron_grpo import stand_in_for_cuda; stand_in_for_cuda()"
 PART = re.compile(
     r"(?P<gpu>^<!-- needs a GPU -->\n)?"
-    r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<printed>.*?)^```$)?",
+    r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$(?:\n+(?:<!-- /program -->\n+)?^```text\n(?P<printed>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -72,7 +72,7 @@ def runs_in_order(page: Path) -> bool:
 def run(page: Path) -> Iterator[tuple[Block, str]]:
     """Runs the Python blocks of a page in one interpreter. Yields each with what it printed."""
     name = page.relative_to(ROOT).as_posix()
-    namespace: dict[str, Any] = {"__name__": name}
+    namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in parts(page):
         if block.language == "python":
             printed = io.StringIO()
@@ -96,9 +96,9 @@ def write(page: Path) -> None:
     text = page.read_text()
     for block, printed in run(page):
         if block.printed is not None:
-            before = f"{block.code}```\n\n```text\n{block.printed}```"
-            assert before in text, block
-            text = text.replace(before, f"{block.code}```\n\n```text\n{printed}```", 1)
+            head, code, tail = text.partition(f"{block.code}```\n")
+            assert code, block
+            text = head + code + tail.replace(f"```text\n{block.printed}```", f"```text\n{printed}```", 1)
     page.write_text(text)
 
 

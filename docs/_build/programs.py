@@ -1,4 +1,4 @@
-"""``python docs/_build/programs.py``: writes the programs of ``examples/`` into the pages of ``docs/recipes``.
+"""``python docs/_build/programs.py``: writes the programs of ``examples/`` into the pages that show them.
 
 A program stands between ``<!-- program: examples/NAME.py -->`` and ``<!-- /program -->``. With
 ``<!-- program: examples/NAME.py up to main -->`` it ends before that function. A test checks that all are up to date.
@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+PAGES = [*RECIPES, ROOT / "docs" / "trainer-and-sampler.md"]
 PLACE = re.compile(r"(<!-- program: (\S+)(?: up to (\w+))? -->\n)(.*?)(<!-- /program -->)", re.DOTALL)
 
 

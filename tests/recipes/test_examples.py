@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
-from examples import distillation, flax_linen_sft, flax_nnx_sft, lora_head, token_accuracy
+from examples import distillation, flax_linen_sft, flax_nnx_sft, lora_head, sampler_mismatch, token_accuracy
 from examples.demo import text
 from lce_jax import linear_logprobs
 
@@ -81,6 +81,31 @@ def test_token_accuracy_agrees_with_the_largest_logit() -> None:
     assert results["accuracy"] == pytest.approx(float(((best == labels) & counts).sum() / counts.sum()))
     assert results["perplexity"] == pytest.approx(float(jnp.exp(nll)), rel=1e-5)
     assert 0 < token_accuracy.main()["accuracy"] < 1
+
+
+def test_what_differs_between_trainer_and_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same options give no gap; what is left out gives the gap that the page describes."""
+    gaps: list[jax.Array] = []
+    compare = sampler_mismatch.compare
+
+    def keep(trainer: jax.Array, sampler: jax.Array) -> dict[str, float]:
+        gaps.append(trainer - sampler)
+        return compare(trainer, sampler)
+
+    monkeypatch.setattr(sampler_mismatch, "compare", keep)
+    found = sampler_mismatch.measure()
+    same, *others = (dict(zip(found, gaps, strict=True))[name] for name in found)
+    assert jnp.quantile(jnp.abs(same), 0.99) < 1e-5
+    assert jnp.abs(same).max() < 1e-3  # where one id more than the sampler's lies above the floor
+    assert all(jnp.median(jnp.abs(gap)) > 1e-3 for gap in others)
+    rounded, head, padded, top_p, temperature = others
+    for noise in (rounded, head):
+        assert abs(noise.mean()) < 0.1 * noise.std()
+    assert padded.max() < 0
+    assert jnp.all((top_p > jnp.log(sampler_mismatch.TOP_P) - 1e-4) & (top_p < 0))  # at least that much is kept
+    assert temperature.min() < -0.5 < 0.5 < temperature.max()
+    for gap, numbers in zip(gaps, found.values(), strict=True):
+        assert numbers["k3"] == pytest.approx(float(jnp.mean(jnp.exp(gap) - 1 - gap)), rel=1e-2, abs=1e-8)
 
 
 def test_distillation_agrees_with_stored_logits() -> None:
