@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import types
@@ -29,17 +28,17 @@ from lce_torch_bridge import (
     masked_logprobs,
     verl,
 )
-from lce_torch_bridge import rows as packed_rows
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.tensors._tensor_parallel import ALL_GATHER
 from tests.torch import executor
 from tests.torch import problem as p
 from tests.torch import test_every_function as f
 from tests.torch.ranks import DEVICE, draw, same_on_all_ranks, shard
+from tests.torch.split_sequences import segment_sums
 from tests.torch.unlike_calls import other_options
 from tests.torch.weighted_classes import class_weights
 
-__all__ = ["class_weights", "other_options"]  # run by its name, as all here
+__all__ = ["class_weights", "other_options", "segment_sums"]  # run by its name, as all here
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
 
 
@@ -179,30 +178,6 @@ def loss_in_forward(group: dist.ProcessGroup) -> None:
     total, _ = linear_loss(loss_fn, *leaves, advantages, **told)
     (part,) = torch.autograd.grad(total / 37, leaves.hidden)
     assert p.relative_norm(part, wanted[0]) > 0.3
-
-
-def segment_sums(group: dist.ProcessGroup) -> None:
-    """Packed sequences that context parallelism splits over the ranks: values and gradients of all rows, the same bits.
-
-    By ids and by a rank's offsets; the second sequence has no token that counts.
-    """
-    draws, size = torch.Generator().manual_seed(0), group.size()
-    offsets = torch.tensor([0, 16, 24, 40])
-    ids = torch.arange(3).repeat_interleave(offsets.diff()).expand(2, -1)
-    x, seed = (torch.randn(2, 40, generator=draws).to(DEVICE) for _ in range(2))
-    where = (torch.rand(2, 40, generator=draws) < 0.6) & (ids != 1)
-    split = functools.partial(packed_rows.of_rank, cp_rank=group.rank(), cp_size=size, cu_seqlens=offsets)
-    for function in (packed_rows.segment_mean, packed_rows.segment_sum):
-        alone = x.clone().requires_grad_()
-        want = function(alone, where=where.to(DEVICE), segment_ids=ids.to(DEVICE))
-        (wanted,) = torch.autograd.grad(want.sin(), alone, seed)
-        for said in ({"segment_ids": split(ids).to(DEVICE)}, {"cu_seqlens": (offsets // size).to(DEVICE)}):
-            leaf = split(x).clone().requires_grad_()
-            got = function(leaf, where=split(where).to(DEVICE), group=group, **said)
-            (gradient,) = torch.autograd.grad(got.sin(), leaf, split(seed))
-            torch.testing.assert_close(got, split(want), rtol=2e-6, atol=1e-6)
-            torch.testing.assert_close(gradient, split(wanted), rtol=1e-5, atol=1e-5)
-            assert same_on_all_ranks(got[:, :1], group)  # of the first sequence, of which every rank has a part
 
 
 TEACHER, OF_TEACHER = draw(T=f.T, H=16, seed=1), torch.linspace(2, -2, f.V, device=DEVICE)
