@@ -23,16 +23,17 @@ from tests.draws import Draws
 T, H, V, N = 8, 16, 64, 4
 MESH = jax.make_mesh((N,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:N])
 DRAWS = Draws()
-GIVEN: dict[str, jax.Array] = {
+DRAWN: dict[str, jax.Array] = {
     "hidden": DRAWS.normal(T, H),
     "weight": DRAWS.normal(V, H),
-    "labels": DRAWS.integers(0, V, T).at[6].set(-100).at[7].set(V - 1),
-    "where": jnp.ones(T, bool).at[5].set(False),
+    "labels": DRAWS.integers(0, V, T),
     "temperature": DRAWS.uniform(0.5, 2.0, T),
-    "ids": DRAWS.integers(0, V, T, 3).at[6].set(V - 1).at[7].set(V - 2),
+    "ids": DRAWS.integers(0, V, T, 3),
     "teacher_hidden": DRAWS.normal(T, H),
     "teacher_weight": DRAWS.normal(V, H),
 }
+GIVEN = {name: np.array(x) for name, x in DRAWN.items()} | {"where": np.arange(T) != 5}
+GIVEN["labels"][6:], GIVEN["ids"][6:] = (-100, V - 1), ((V - 1,) * 3, (V - 2,) * 3)
 SPLIT = ("weight", "teacher_weight")
 LABEL, TEMPERATURE, ID, HIDDEN, MASK, MASKED = range(6)  # rows in which one of them differs on shard 2
 
@@ -109,6 +110,12 @@ def run(call: Callable[..., Any], other: dict[str, Any], **weights: Any) -> Any:
     return call(tokens, tokens | other, {name: GIVEN[name] for name in SPLIT} | weights)
 
 
+def replace_row(x: np.ndarray, row: int, value: Any) -> np.ndarray:
+    x = x.copy()
+    x[row] = value
+    return x
+
+
 def nan_rows(x: Any) -> set[int]:
     return set(np.flatnonzero(np.isnan(np.asarray(x)).reshape(len(x), -1).any(1)).tolist())
 
@@ -133,13 +140,15 @@ def test_rows_that_differ(function: Callable[..., Any], check_vma: bool) -> None
     x = GIVEN
     check(set(), {})
     check(set(), {"hidden": x["hidden"] * (1 + 2.0**-8), "teacher_hidden": x["teacher_hidden"] * (1 - 2.0**-8)})
-    check(rows, {
-        "labels": x["labels"].at[LABEL].set(-1).at[MASKED].add(1),
-        "temperature": x["temperature"].at[TEMPERATURE].multiply(1.01).at[MASKED].set(jnp.nan),
-        "ids": x["ids"].at[ID, 1].set((x["ids"][ID, 1] + 1) % V).at[MASKED].set(7),
-        "hidden": x["hidden"].at[HIDDEN].set(x["hidden"][0]).at[MASKED].set(jnp.inf),
-    })  # fmt: skip
-    where = x["where"].at[MASK].set(False)
+    of_row = {
+        "labels": (LABEL, -1, x["labels"][MASKED] + 1),
+        "temperature": (TEMPERATURE, 1.01 * x["temperature"][TEMPERATURE], np.nan),
+        "ids": (ID, (x["ids"][ID] + [0, 1, 0]) % V, 7),
+        "hidden": (HIDDEN, x["hidden"][0], np.inf),
+    }
+    differs = {name: replace_row(x[name], row, value) for name, (row, value, _) in of_row.items()}
+    check(rows, {name: replace_row(differs[name], MASKED, masked) for name, (*_, masked) in of_row.items()})
+    where = replace_row(x["where"], MASK, False)
     if check_vma:  # types make it one mask, so that the other rows are still the same ones
         check({MASK}, {"where": where})
     else:
@@ -149,8 +158,8 @@ def test_rows_that_differ(function: Callable[..., Any], check_vma: bool) -> None
             assert all(nan_rows(field[shard]) == counted for field in found), shard
             assert function in (logits, topk) or nan_rows(dhidden[shard]) == counted, shard
     every = set() if function is logits else set(range(T)) - {MASKED}  # the first shard has all the rows that ids name
-    whole = {name: jnp.concatenate([x[name][: V // N]] * N) for name in SPLIT}
-    few = {name: jnp.clip(x[name], -1, V // N - 1) for name in ("labels", "ids")}
+    whole = {name: np.concatenate([x[name][: V // N]] * N) for name in SPLIT}
+    few = {name: np.clip(x[name], -1, V // N - 1) for name in ("labels", "ids")}
     tokens = {name: GIVEN[name] for name in GIVEN if name not in SPLIT} | few
     found, _ = call(tokens, tokens, whole)
     assert all(nan_rows(of_shard) == every for field in found for of_shard in field)
@@ -162,38 +171,39 @@ def test_rows_that_differ(function: Callable[..., Any], check_vma: bool) -> None
 
 def test_tags() -> None:
     """Each bit of each column makes another tag; rows that do not count have one, and another mask has others."""
-    columns = [jnp.arange(6), jnp.linspace(0.5, 1.0, 6), jnp.arange(12).reshape(6, 2), jnp.ones(6, jnp.bfloat16)]
-    tags = np.asarray(_collectives.compute_tags(columns))
-    changed = [x.at[3].set(y) for x, y in zip(columns, (4, 0.8000001, jnp.array([6, 8]), 1 + 2.0**-7), strict=True)]
-    for i, column in enumerate(changed):
-        other = np.asarray(_collectives.compute_tags([*columns[:i], column, *columns[i + 1 :]]))
+    compute_tags = jax.jit(_collectives.compute_tags)
+    columns = [np.arange(6), np.linspace(0.5, 1.0, 6, dtype=np.float32), np.arange(12).reshape(6, 2)]
+    columns.append(np.ones(6, jnp.bfloat16))
+    tags = np.asarray(compute_tags(columns))
+    for i, value in enumerate((4, 0.8000001, [6, 8], 1 + 2.0**-7)):
+        other = np.asarray(compute_tags([*columns[:i], replace_row(columns[i], 3, value), *columns[i + 1 :]]))
         assert np.flatnonzero(other != tags).tolist() == [3]
-    where = jnp.ones(6, bool).at[3].set(False)
-    masked = _collectives.compute_tags(columns, where)
-    np.testing.assert_array_equal(_collectives.compute_tags([columns[0].at[3].set(9), *columns[1:]], where), masked)
-    swapped = where.at[3].set(True).at[0].set(False)
-    assert (_collectives.compute_tags(columns, swapped) != masked).all()
+    where, swapped = (np.arange(6) != row for row in (3, 0))
+    masked = np.asarray(compute_tags(columns, where))
+    np.testing.assert_array_equal(compute_tags([replace_row(columns[0], 3, 9), *columns[1:]], where), masked)
+    assert (np.asarray(compute_tags(columns, swapped)) != masked).all()
     with jax.enable_x64():
-        wide = [jnp.arange(6) * 2**20, jnp.linspace(0.5, 1.0, 6)]
-        assert wide[1].dtype == jnp.float64
-        other = _collectives.compute_tags([wide[0], wide[1].at[3].add(2.0**-50)])
-        assert np.flatnonzero(np.asarray(other != _collectives.compute_tags(wide))).tolist() == [3]
+        wide = [np.arange(6) * 2**20, np.linspace(0.5, 1.0, 6)]
+        assert wide[1].dtype == np.float64
+        other = compute_tags([wide[0], replace_row(wide[1], 3, wide[1][3] + 2.0**-50)])
+        assert np.flatnonzero(np.asarray(other) != np.asarray(compute_tags(wide))).tolist() == [3]
         assert other.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("shards", [2, 3, 4096])
 def test_differences(shards: int) -> None:
     """Exactly 0 in any order of addition, and nothing else where one shard differs, or several by opposite amounts."""
-    tags = _collectives.compute_tags([jnp.arange(1000)])
-    parts = [np.asarray(_collectives.difference_terms(tags, shard, shards)) for shard in (0, 1)]
+
+    @jax.jit
+    def find_terms(column: Any, shard: Any) -> Any:
+        return _collectives.difference_terms(_collectives.compute_tags([column]), shard, shards)
+
+    parts = [np.asarray(find_terms(np.arange(1000), shard)) for shard in (0, 1)]
     total = parts[0].copy()
     for _ in range(shards - 1):
         total += parts[1]
     assert not total.any()
-    near = [
-        np.asarray(_collectives.difference_terms(_collectives.compute_tags([jnp.arange(1000) + i]), shard, shards))
-        for i, shard in ((1, 1), (-1, 2))
-    ]
+    near = [np.asarray(find_terms(np.arange(1000) + i, shard)) for i, shard in ((1, 1), (-1, 2))]
     assert (total - parts[1] + near[0]).any(1).all()
     if shards > 2:
         assert (total - 2 * parts[1] + near[0] + near[1]).any(1).all()

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_topk, sharded_linear_topk
 from lce_jax.mesh import _custom_partitioning
+from tests.draws import Draws
 from tests.pairs import combined
 from tests.partition_cases import mesh_of, put
 from tests.sharding_cases import LAYOUTS
@@ -29,7 +30,8 @@ HIDDEN, WEIGHT = integers((8, 16), 4096, "float32", H=64)
 def test_inside_shard_map(shards: int, check_vma: bool) -> None:
     """Shards of 13 columns, fewer than k, of which the last has padding alone; every shard returns the same bits."""
     hidden, weight = integers((8, 3), 104, "bfloat16")
-    weight = weight.at[90:].set(jnp.nan)
+    weight = np.array(weight)
+    weight[90:] = np.nan
     mesh = jax.make_mesh((8 // shards, shards), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
     def body(hidden: Any, weight: Any, temperature: Any) -> Any:
@@ -40,8 +42,8 @@ def test_inside_shard_map(shards: int, check_vma: bool) -> None:
 
     specs = (P("data"), P("tensor"), P("data"))
     run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("tensor", "data"), check_vma=check_vma)
-    every = jax.jit(run)(hidden, weight, jnp.ones((8, 3)))
-    for x in jax.tree.map(np.asarray, every):
+    every = jax.tree.map(np.asarray, jax.jit(run)(hidden, weight, np.ones((8, 3), np.float32)))
+    for x in every:
         assert x.shape[0] == shards
         assert all(part.tobytes() == x[0].tobytes() for part in x)
     assert_exact(jax.tree.map(lambda x: x[0], every), hidden, weight[:90], 30)
@@ -51,9 +53,9 @@ def test_inside_shard_map(shards: int, check_vma: bool) -> None:
 @pytest.mark.parametrize("scale", [1.0, jnp.float32(0.0)])
 def test_a_cap_and_small_temperatures_over_a_mesh(scale: Any) -> None:
     """The x of the merge are those of the shards: no log-probability is above 0, padding or not."""
-    keys = jax.random.split(jax.random.key(0), 2)
-    hidden, weight = jax.random.normal(keys[0], (64, 16)), jax.random.normal(keys[1], (1024, 16))
-    temperature = 10.0 ** -(jnp.arange(64) % 9)
+    draws = Draws()
+    hidden, weight = draws.normal(64, 16), draws.normal(1024, 16)
+    temperature = np.float32(10.0 ** -(np.arange(64) % 9))
     given = {"temperature": temperature, "logit_softcap": 3.0, "logit_scale": scale, "vocab_size": 700}
     run = functools.partial(sharded_linear_topk, mesh=mesh_of_layout("tensor 8", AxisType.Auto))
     got, want = run(hidden, weight, 6, **given), linear_topk(hidden, weight, 6, **given)
@@ -66,13 +68,14 @@ def test_a_cap_and_small_temperatures_over_a_mesh(scale: Any) -> None:
 @pytest.mark.parametrize("layout", ["data, sequence over context and tensor", "vocabulary over two axes"])
 def test_over_a_mesh(layout: str) -> None:
     hidden, weight = integers((4, 8), 128, "float32")
-    where = jax.random.bernoulli(jax.random.key(0), 0.6, (4, 8))
-    hidden = jnp.where(where[..., None], hidden, jnp.nan)
+    where = Draws().chances(0.6, 4, 8)
+    hidden = np.where(where[..., None], hidden, np.nan)
     mesh = mesh_of_layout(layout, AxisType.Auto)
     run = functools.partial(sharded_linear_topk, mesh=mesh, **LAYOUTS[layout][2])
-    out = run(hidden, weight.T, 20, where=where, vocab_size=101, weight_layout="hv", bias=jnp.zeros(128))
+    options: Any = {"vocab_size": 101, "weight_layout": "hv", "bias": np.zeros(128, np.float32)}
+    out = run(hidden, np.asarray(weight).T, 20, where=where, **options)
     live = np.asarray(where)
-    assert_exact(jax.tree.map(lambda x: np.asarray(x)[live], out), np.asarray(hidden)[live], weight[:101], 20)
+    assert_exact(jax.tree.map(lambda x: np.asarray(x)[live], out), hidden[live], weight[:101], 20)
     assert np.all(np.asarray(out.ids)[~live] == -1)
     assert np.all(np.asarray(out.logprobs)[~live] == 0)
 
@@ -114,4 +117,4 @@ def test_a_whole_weight_inside_shard_map_is_refused() -> None:
         lambda h, w: linear_topk(h, w, 3, axis_name="tensor"), mesh=mesh, in_specs=(P(), P()), out_specs=P()
     )
     with pytest.raises(ValueError, match=r"weight .*'tensor'"):
-        run(HIDDEN, WEIGHT)
+        jax.eval_shape(run, HIDDEN, WEIGHT)

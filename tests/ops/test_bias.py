@@ -26,14 +26,15 @@ def test_beside_a_traced_scale_and_softcap(options: dict[str, float]) -> None:
 def test_under_vmap(bias_batched: bool) -> None:
     hidden, weight, labels, options, _ = cases.draw(PLAIN)
     bias = options["bias"]
-    biases = jnp.stack([bias * i for i in range(4)]) if bias_batched else bias
+    biases = np.stack([np.asarray(bias) * i for i in range(4)]) if bias_batched else bias
 
     def loss(hidden, weight, bias, labels):
         return linear_cross_entropy(hidden, weight, labels, bias=bias, label_smoothing=0.1)
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     axes = (0, None, 0 if bias_batched else None, 0)
-    got = jax.jit(jax.vmap(grad, in_axes=axes))(hidden, weight, biases, labels)
+    got = jax.tree.map(np.asarray, jax.jit(jax.vmap(grad, in_axes=axes))(hidden, weight, biases, labels))
+    hidden, labels = np.asarray(hidden), np.asarray(labels)
     for i in range(4):
         want = grad(hidden[i], weight, biases[i] if bias_batched else bias, labels[i])
         assert all(oracle.relative_norm(a[i], b) < 1e-5 for a, b in zip(got, want, strict=True))

@@ -33,27 +33,44 @@ def reference(reduction: str) -> tuple[np.ndarray, list[np.ndarray]]:
     return loss.detach().numpy(), [x.numpy() for x in torch.autograd.grad(total, (hidden, weight))]
 
 
-def check(function: Any, reduction: str, operands: Any = (HIDDEN, WEIGHT), jit: Any = jax.jit) -> None:
-    """``function(hidden, weight)`` is the loss."""
+def evaluate(function: Any, reduction: str, hidden: Any, weight: Any) -> Any:
+    """Returns the gradients of ``function(hidden, weight)``, and the loss that it is."""
 
     def objective(hidden: Any, weight: Any) -> Any:
         loss = function(hidden, weight)
         return jnp.sum(loss * SEEDS) if reduction == "none" else loss, loss
 
-    gradients, loss = jit(jax.grad(objective, (0, 1), has_aux=True))(*operands)
-    want, wanted = reference(reduction)
+    return jax.grad(objective, (0, 1), has_aux=True)(hidden, weight)
+
+
+def assert_is_torch(found: Any, reduction: str) -> None:
+    (gradients, loss), (want, wanted) = found, reference(reduction)
     np.testing.assert_allclose(loss, want, rtol=2e-5, atol=1e-6)
     for gradient, expected in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_bytes": 0}], ids=["in the forward", "in the backward"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_matches_torch(reduction: str, options: dict[str, Any]) -> None:
-    options = {"class_weights": CLASSES, "reduction": reduction, "precision": "highest", **options}
-    call = functools.partial(linear_cross_entropy, labels=LABELS, **options)
-    for jit in (jax.jit, lambda f: f):
-        check(call, reduction, jit=jit)
+def check(function: Any, reduction: str, operands: Any = (HIDDEN, WEIGHT)) -> None:
+    assert_is_torch(jax.jit(functools.partial(evaluate, function, reduction))(*operands), reduction)
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_matches_torch(jit: bool) -> None:
+    """With logits' gradients from the forward, and from the backward."""
+    calls = [("mean", None), ("sum", 0), ("none", None)] if jit else [("none", None)]
+
+    def run(hidden: Any, weight: Any) -> Any:
+        options: Any = {"labels": LABELS, "class_weights": CLASSES, "precision": "highest"}
+        return [
+            evaluate(
+                functools.partial(linear_cross_entropy, reduction=reduction, cache_bytes=cache_bytes, **options),
+                reduction, hidden, weight,
+            )
+            for reduction, cache_bytes in calls
+        ]  # fmt: skip
+
+    for (reduction, _), found in zip(calls, (jax.jit(run) if jit else run)(HIDDEN, WEIGHT), strict=True):
+        assert_is_torch(found, reduction)
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -91,7 +108,7 @@ def test_inside_shard_map(check_vma: bool) -> None:
 
 def test_labels_outside_have_no_weight() -> None:
     """Neither a label below 0, which would count from the end of the table, nor one of padding."""
-    labels = jnp.array([3, -1, V, -(2**31)])
+    labels = np.array([3, -1, V, -(2**31)], np.int32)
     with pytest.warns(RuntimeWarning, match="outside"):
         loss = linear_cross_entropy(
             HIDDEN[0, :4], WEIGHT, labels, class_weights=CLASSES, ignore_index=None, precision="highest"
@@ -101,9 +118,9 @@ def test_labels_outside_have_no_weight() -> None:
 
 
 def test_nothing_counts() -> None:
-    nothing = jnp.full((B, S), -100)
-    assert linear_cross_entropy(HIDDEN, WEIGHT, nothing, class_weights=CLASSES) == 0
-    assert linear_cross_entropy(HIDDEN, WEIGHT, LABELS, class_weights=np.zeros(V, np.float32)) == 0
+    loss = jax.jit(lambda labels, classes: linear_cross_entropy(HIDDEN, WEIGHT, labels, class_weights=classes))
+    assert loss(np.full((B, S), -100, np.int32), CLASSES) == 0
+    assert loss(LABELS, np.zeros(V, np.float32)) == 0
 
 
 def test_no_gradient() -> None:

@@ -114,11 +114,19 @@ def test_in_linear_loss() -> None:
         [jax.value_and_grad(functools.partial(evaluate, *each, by_name), has_aux=True) for by_name in (True, False)]
         for each in functions
     ]
-    found = jax.jit(lambda hidden: [[run(hidden) for run in both] for both in runs])(hidden)
-    for (loss_fn, parameters, count), both in zip(functions, found, strict=True):
-        for (total, out), grad in both:
-            given = zip(*map(np.asarray, (*out[:3], *[own[name] for name in NAMES[:count]])), strict=True)
-            want = sum(loss_fn(*x, **parameters) for x in given)
+
+    @jax.jit
+    def run_all(hidden: Any) -> Any:
+        found = [[run(hidden) for run in both] for both in runs]
+        results = found[0][0][0][1][:3]
+        wanted = [
+            jnp.sum(loss_fn(*results, *[own[name] for name in NAMES[:count]], **parameters))
+            for loss_fn, parameters, count in functions
+        ]
+        return found, wanted
+
+    for both, want in zip(*run_all(hidden), strict=True):
+        for (total, _), grad in both:
             assert float(total) == pytest.approx(float(want), rel=1e-5)
             assert np.isfinite(grad).all()
 

@@ -241,7 +241,7 @@ def test_float64_follows_the_weight() -> None:
         hidden, weight = (jnp.asarray(np.asarray(x), jnp.float64) for x in (hidden, weight))
         function = functools.partial(linear_logprobs, labels=labels, implementation="xla", **options)
         out = function(hidden, weight)
-        grads = jax.grad(lambda h, w: cases.objective(function(h, w), seeds), argnums=(0, 1))(hidden, weight)
+        grads = jax.jit(jax.grad(lambda h, w: cases.objective(function(h, w), seeds), argnums=(0, 1)))(hidden, weight)
         assert out.logprobs.dtype == jnp.float64
         assert oracle.value_error(out.entropy, oracle.logprobs(hidden, weight, labels, **options).entropy) < 1e-14
         wanted = oracle.gradients(hidden, weight, labels, seeds, **options)

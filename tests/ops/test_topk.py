@@ -111,7 +111,8 @@ def test_order_is_that_of_the_products(scale: float, softcap: float | None) -> N
 
 def test_padding_never_wins() -> None:
     hidden, weight = integers(20, 700, "float32")
-    weight = weight.at[600:].set(jnp.where(jnp.arange(100)[:, None] % 2, jnp.nan, 100.0))
+    weight = np.array(weight)
+    weight[600::2], weight[601::2] = 100.0, np.nan
     for k in (5, 512):
         assert_exact(linear_topk(hidden, weight, k, vocab_size=600), hidden, weight[:600], k)
 
@@ -128,12 +129,12 @@ def test_traced_scale_and_softcap(scale: float, softcap: float | None) -> None:
 
 def test_a_traced_temperature_of_zero_stays_in_its_row() -> None:
     hidden, weight, *_ = cases.draw(cases.case("plain", leading=(6,)))
-    out = jax.jit(lambda t: linear_topk(hidden, weight, 4, temperature=t))(jnp.ones(6).at[3].set(0.0))
+    out = jax.jit(lambda t: linear_topk(hidden, weight, 4, temperature=t))(np.float32(np.arange(6) != 3))
     want = linear_topk(hidden, weight, 4)
     wrong = np.arange(6) == 3
     assert np.all(np.asarray(out.ids)[3] == -1)
     assert np.isnan(np.asarray(out.logprobs)[3]).all()
-    assert np.isnan(out.lse[3])
+    assert np.isnan(np.asarray(out.lse)[3])
     assert np.array_equal(np.asarray(out.ids)[~wrong], np.asarray(want.ids)[~wrong])
     assert oracle.value_error(np.asarray(out.logprobs)[~wrong], np.asarray(want.logprobs)[~wrong]) < 1e-6
 
@@ -195,14 +196,13 @@ def test_derivatives_that_are_used_are_refused() -> None:
         with pytest.raises(NotImplementedError, match=r"linear_topk is not differentiable.*candidates=topk\.ids"):
             jax.grad(lambda h, field=field: jnp.sum(getattr(linear_topk(h, weight, 3), field)))(hidden)
 
-    @jax.jit
     def loss(hidden, weight):
         top = linear_topk(hidden, weight, 3)  # for metrics
         teacher = linear_topk(jax.lax.stop_gradient(hidden), jax.lax.stop_gradient(weight), 3)  # as the message advises
         out = linear_logprobs(hidden, weight, labels, candidates=teacher.ids)
         return -jnp.mean(jnp.sum(jnp.exp(teacher.logprobs) * out.candidate_logprobs, axis=-1)), top
 
-    (value, top), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
+    (value, top), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, weight)
     ids = linear_topk(hidden, weight, 3)
     assert np.array_equal(top.ids, ids.ids)
 
@@ -210,7 +210,7 @@ def test_derivatives_that_are_used_are_refused() -> None:
         logp = jnp.take_along_axis(jax.nn.log_softmax(hidden @ weight.T), ids.ids, -1)
         return -jnp.mean(jnp.sum(jnp.exp(ids.logprobs) * logp, axis=-1))
 
-    want, wanted = jax.value_and_grad(stored, argnums=(0, 1))(hidden, weight)
+    want, wanted = jax.jit(jax.value_and_grad(stored, argnums=(0, 1)))(hidden, weight)
     assert oracle.value_error(value, want) < 1e-6
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(gradients, wanted, strict=True))
 
@@ -229,8 +229,8 @@ def test_derivatives_that_are_dropped_are_not_refused() -> None:
         return jax.lax.scan(step, 0.0, hidden)
 
     gradient, _ = jax.jit(jax.grad(loss, has_aux=True))(hidden)
-    lse = linear_topk(hidden, weight, 3).lse[:, :1, None]
-    assert oracle.relative_norm(gradient, 2 * hidden * lse) < 1e-6
+    lse = np.asarray(linear_topk(hidden, weight, 3).lse)[:, :1, None]
+    assert oracle.relative_norm(gradient, 2 * np.asarray(hidden) * lse) < 1e-6
     with pytest.raises(NotImplementedError, match="linear_topk is not differentiable"):
         jax.jit(jax.grad(lambda h: jax.lax.map(lambda x: linear_topk(x, weight, 3).lse, h).sum()))(hidden)
 

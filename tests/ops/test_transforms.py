@@ -35,8 +35,8 @@ def loss(hidden, weight, labels=LABELS):
 
 @functools.cache
 def plain() -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The loss and its gradients without anything around them."""
-    return jax.value_and_grad(loss, argnums=(0, 1))(HIDDEN, WEIGHT)
+    """The loss and its gradients with nothing but ``jit`` around them."""
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(HIDDEN, WEIGHT)
 
 
 def close(got, want) -> bool:
@@ -63,11 +63,15 @@ def test_scan_over_microbatches() -> None:
 
 
 def test_vmap() -> None:
-    out = jax.vmap(lambda h, y: linear_logprobs(h, WEIGHT, y, precision="highest"))(HIDDEN, LABELS)
-    want = linear_logprobs(HIDDEN, WEIGHT, LABELS, precision="highest")
-    assert oracle.value_error(out.logprobs, want.logprobs) < 2e-6
-    grads = jax.vmap(jax.grad(loss, argnums=(0, 1)), in_axes=(0, None, 0))(HIDDEN, WEIGHT, LABELS)
-    assert close((grads[0] / 4, grads[1].mean(0)), plain()[1])
+    def logprobs(hidden, labels):
+        return linear_logprobs(hidden, WEIGHT, labels, precision="highest").logprobs
+
+    gradients = jax.vmap(jax.grad(loss, argnums=(0, 1)), in_axes=(0, None, 0))
+    got, (dhidden, dweight) = jax.jit(lambda h, w, y: (jax.vmap(logprobs)(h, y), gradients(h, w, y)))(
+        HIDDEN, WEIGHT, LABELS
+    )
+    assert oracle.value_error(got, oracle.logprobs(HIDDEN, WEIGHT, LABELS).logprobs) < 2e-6
+    assert close((np.asarray(dhidden) / 4, np.asarray(dweight).mean(0)), plain()[1])
 
 
 @pytest.mark.slow
@@ -127,7 +131,8 @@ def test_tied_weight_gets_both_gradients() -> None:
         log_p = jax.nn.log_softmax(jnp.matmul(hidden, weight.T, precision="highest"))
         return -jnp.take_along_axis(log_p, LABELS[..., None], axis=-1).mean()
 
-    assert close([jax.grad(tied)(WEIGHT, loss)], [jax.grad(tied)(WEIGHT, plain)])
+    got, want = jax.jit(lambda weight: [jax.grad(tied)(weight, head) for head in (loss, plain)])(WEIGHT)
+    assert close([got], [want])
 
 
 def test_a_new_temperature_or_mask_compiles_nothing() -> None:
@@ -294,9 +299,12 @@ def test_a_derivative_along_a_direction_as_the_refusal_of_forward_mode_advises()
         log_p = jax.nn.log_softmax(jnp.matmul(hidden, WEIGHT.T, precision="highest"))
         return jnp.take_along_axis(log_p, LABELS[..., None], axis=-1).sum()
 
-    direction = jnp.cos(HIDDEN)
-    found = jnp.vdot(jax.grad(FUNCTIONS["linear_logprobs"])(HIDDEN), direction)
-    assert np.isclose(found, jax.jvp(plain, (HIDDEN,), (direction,))[1], rtol=1e-5)
+    def both(hidden):
+        direction = jnp.cos(hidden)
+        found = jnp.vdot(jax.grad(FUNCTIONS["linear_logprobs"])(hidden), direction)
+        return found, jax.jvp(plain, (hidden,), (direction,))[1]
+
+    assert np.isclose(*jax.jit(both)(HIDDEN), rtol=1e-5)
 
 
 def test_tangents_that_are_not_used_are_no_forward_mode() -> None:
