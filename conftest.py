@@ -8,8 +8,8 @@ Most of the suite's time goes to XLA, which compiles small programs. On CPUs, tw
   another test before; a later run finds all programs that did not change. A program's name there contains XLA's version
   and options. ``make clean`` removes the programs; those that no run reads for a month are removed automatically.
 
-The workers fill the cores, so libraries start no threads. The garbage collector skips what a worker has imported and
-collected, and runs seldom, because tracing makes millions of objects, of which few are garbage.
+The workers fill the cores, so libraries start no threads. The garbage collector waits until the tests are collected,
+skips what is there by then, and runs seldom, because tracing makes millions of objects, of which few are garbage.
 """
 
 import os
@@ -19,6 +19,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["LCE_JAX_CACHE_DIR"] = "0"  # what one test's first call has found is not another's
 
+import atexit
 import contextlib
 import gc
 import pathlib
@@ -27,6 +28,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
+gc.disable()  # until the tests are collected: little of what is imported becomes garbage
 
 PROGRAMS = pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
 MONTH = 30 * 24 * 3600  # seconds
@@ -83,14 +86,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Excludes all objects so far from garbage collection."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-
-def pytest_unconfigure() -> None:
-    """Includes all objects again: otherwise libraries would report leaks."""
-    gc.unfreeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # otherwise libraries report leaks; pytest's own collections come before
 
 
 @pytest.fixture(scope="module")

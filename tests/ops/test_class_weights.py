@@ -20,13 +20,14 @@ RNG = np.random.default_rng(0)
 HIDDEN, WEIGHT = (RNG.standard_normal(shape, np.float32) for shape in ((B, S, H), (V, H)))
 LABELS = RNG.integers(0, V, (B, S)).astype(np.int32)
 LABELS[0, 3] = LABELS[1, 5] = -100
+WHERE = RNG.random((B, S)) < 0.7
 CLASSES, SEEDS = RNG.random(V, np.float32), np.linspace(0, 1, B * S, dtype=np.float32).reshape(B, S)
 
 
-def reference(reduction: str) -> tuple[np.ndarray, list[np.ndarray]]:
+def reference(reduction: str, where: Any = True) -> tuple[np.ndarray, list[np.ndarray]]:
     """PyTorch's loss of stored logits, and its gradients."""
     hidden, weight = (torch.tensor(x, requires_grad=True) for x in (HIDDEN, WEIGHT))
-    logits, labels = (hidden @ weight.T).view(-1, V), torch.tensor(LABELS.ravel()).long()
+    logits, labels = (hidden @ weight.T).view(-1, V), torch.tensor(np.where(where, LABELS, -100).ravel()).long()
     loss = torch.nn.functional.cross_entropy(logits, labels, torch.tensor(CLASSES), reduction=reduction)
     loss = loss.view(B, S) if reduction == "none" else loss
     total = (loss * torch.tensor(SEEDS)).sum() if reduction == "none" else loss
@@ -43,8 +44,8 @@ def evaluate(function: Any, reduction: str, hidden: Any, weight: Any) -> Any:
     return jax.grad(objective, (0, 1), has_aux=True)(hidden, weight)
 
 
-def assert_is_torch(found: Any, reduction: str) -> None:
-    (gradients, loss), (want, wanted) = found, reference(reduction)
+def assert_is_torch(found: Any, reduction: str, where: Any = True) -> None:
+    (gradients, loss), (want, wanted) = found, reference(reduction, where)
     np.testing.assert_allclose(loss, want, rtol=2e-5, atol=1e-6)
     for gradient, expected in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
@@ -56,21 +57,25 @@ def check(function: Any, reduction: str, operands: Any = (HIDDEN, WEIGHT)) -> No
 
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_matches_torch(jit: bool) -> None:
-    """With logits' gradients from the forward, and from the backward."""
-    calls = [("mean", None), ("sum", 0), ("none", None)] if jit else [("none", None)]
+    """With logits' gradients from the forward, and from the backward; and with masked tokens."""
+    calls: list[tuple[str, dict[str, Any]]] = [("none", {})]
+    if jit:
+        calls += [("mean", {"where": WHERE}), ("sum", {"cache_bytes": 0})]
 
     def run(hidden: Any, weight: Any) -> Any:
-        options: Any = {"labels": LABELS, "class_weights": CLASSES, "precision": "highest"}
+        more: Any = {"labels": LABELS, "class_weights": CLASSES, "precision": "highest"}
         return [
             evaluate(
-                functools.partial(linear_cross_entropy, reduction=reduction, cache_bytes=cache_bytes, **options),
-                reduction, hidden, weight,
+                functools.partial(linear_cross_entropy, reduction=reduction, **options, **more),
+                reduction,
+                hidden,
+                weight,
             )
-            for reduction, cache_bytes in calls
-        ]  # fmt: skip
+            for reduction, options in calls
+        ]
 
-    for (reduction, _), found in zip(calls, (jax.jit(run) if jit else run)(HIDDEN, WEIGHT), strict=True):
-        assert_is_torch(found, reduction)
+    for (reduction, options), found in zip(calls, (jax.jit(run) if jit else run)(HIDDEN, WEIGHT), strict=True):
+        assert_is_torch(found, reduction, options.get("where", True))
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
