@@ -137,7 +137,7 @@ FLOORS = [
 
 # Cases whose options are also in "everything" of the same list, or together with more in another case.
 _SLOW = {
-    "ragged", "vocabulary of GPT-2's remainder", "softcap", "scale", "negative scale", "padded vocabulary", "hv",
+    "ragged", "vocabulary of GPT-2's remainder", "softcap", "scale", "padded vocabulary", "hv",
     "hv padded", "stats", "stats and where", "where false everywhere", "temperature", "bias", "one candidate",
     "64 candidates, ragged", "candidates, no leading dimension", "candidates and where", "candidates, bias",
     "candidates, where false everywhere", "candidates, scale 0", "candidates, negative scale, padded",
