@@ -19,7 +19,7 @@ def class_weights(group: dist.ProcessGroup) -> None:
     only_one = dict(class_weights=part) if group.rank() == 0 else {}
     with pytest.raises(ValueError, match=r"class_weights is True on ranks \[0\] and False on ranks \[1\]"):
         linear_cross_entropy(problem.hidden, weight, problem.labels, tp_group=group, **only_one)
-    for options in ({}, {"cache_bytes": 0}, {"reduction": "sum"}):
+    for options in ({}, {"cache_bytes": 0, "reduction": "sum"}):
         told = dict(tp_group=group, class_weights=part, **options)
         loss = linear_cross_entropy(problem.hidden, weight, problem.labels, **told)
         full = problem.weight.clone().requires_grad_()
