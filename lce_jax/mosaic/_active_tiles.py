@@ -40,12 +40,12 @@ class Sizes(NamedTuple):
 
     @property
     def entries_of_tile(self) -> int:
-        """The most entries of a vocabulary tile."""
+        """How many entries a vocabulary tile has at most."""
         return -(-self.blocks // self.group) * self.group
 
     @property
     def entries(self) -> int:
-        """The most entries of the shard."""
+        """How many entries the shard has at most."""
         return self.tiles * self.entries_of_tile
 
     @property
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
     @property
     def batches(self) -> int:
-        """The most batches that any active tiles need.
+        """How many batches are needed at most.
 
         The number is static, so a loop need not wait for the device. The last batches may be empty.
         """

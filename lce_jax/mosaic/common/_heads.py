@@ -33,8 +33,8 @@ from lce_jax.mosaic._chunks import KLCache
 from lce_jax.mosaic._operands import LOG2E, KLOperands, Span
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._epilogue import ACCUMULATOR, mask_padding
-from lce_jax.mosaic.common._logits import softcap
+from lce_jax.mosaic.common._epilogue_steps import ACCUMULATOR, mask_padding
+from lce_jax.mosaic.common._logits import apply_softcap
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
     STAGING_COLUMNS,
@@ -200,7 +200,7 @@ class KLWhere(NamedTuple):
 
     column: Any  # the tile's first column in the shard
     number: Any  # the tile's place in the array of partial statistics
-    num_columns: Any  # how many columns of the shard are no padding
+    num_columns: Any  # how many columns of the shard are not padding
 
 
 type Multiply = Sequence[Callable[[], Any]]  # the products of p and of q, which must be called in this order
@@ -244,8 +244,7 @@ def take_strip(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
 
 def compute_x(call: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
     """Computes the x of eq. 0 from raw products, with padding marked. The row's scale is not applied."""
-    x = z if call.logit_softcap is None else softcap(z, call.logit_softcap, call)
-    return mask_padding(x, where.column, where.num_columns, mask)
+    return mask_padding(apply_softcap(call, z), where.column, where.num_columns, mask)
 
 
 def update_tiles(
@@ -320,7 +319,7 @@ def pack_operands(operands: KLOperands, span: Int[Array, "fields"]) -> list[Any]
 
 
 def unpack_refs(refs: Sequence[Any]) -> list[Any]:
-    """Returns hidden and weight of p, then of q, both scales as one entry, the mask, the span, the rest in one."""
+    """Returns hidden and weight of p, those of q, both scales in a list, the mask, the span, the others in a list."""
     return [*refs[:4], refs[4:6], *refs[6:8], refs[8:]]
 
 

@@ -162,8 +162,8 @@ class _Tokens:
                 for place in [(f, rows) for f in range(ref.shape[0])] if len(ref.shape) > 1 else [(rows,)]:
                     ref.at[place][...] = on_all_threads(0.0, jnp.float32)
 
-        pl.when(jnp.logical_not(self.rows.whole))(add_barrier(pad))
-        pl.when(self.rows.live)(write)
+        pl.when(jnp.logical_not(self.rows.all_exist))(add_barrier(pad))
+        pl.when(self.rows.any_exist)(write)
 
 
 def _compute_log_ratio(d: Array, weights: Pair[Any]) -> Array:

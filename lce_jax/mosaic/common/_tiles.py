@@ -66,7 +66,7 @@ def widest_swizzle(extent: int, itemsize: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The free choices of one kernel. Everything else follows from the shapes."""
+    """The tuning parameters of one kernel. Everything else follows from the shapes."""
 
     tile_k: int
     stages: int  # buffers of one [ROW_BLOCK / turns, tile_k] and one [tile_n, tile_k] operand tile each
@@ -104,7 +104,7 @@ class Tuning:
 
 
 def stages_output(call: Call, kernel: str) -> bool:
-    """Whether a kernel stores tiles through slots. The forward does if it caches tiles; kernels of a KL never do."""
+    """Whether a kernel stages its output in shared memory: the forward if it caches tiles, and no kernel of a KL."""
     return not kernel.startswith("kl") and (kernel != "forward" or call.cache_budget > 0)
 
 
@@ -120,7 +120,7 @@ class Matmul:
 
     @property
     def clusters(self) -> int:
-        """The clusters that run concurrently. Each computes a tile per block, and all together a wave of tiles."""
+        """How many clusters run at a time. Each computes a tile per block, and all together a wave of tiles."""
         return self.call.device.core_count // self.tuning.cluster
 
     @property
@@ -249,7 +249,7 @@ def longest_first_index(clusters: int, index: Any, lists: Any, tiles: Any) -> tu
 
 
 class Parted(NamedTuple):
-    """How `join` groups the tiles of a vocabulary in parts: a group ends with its part."""
+    """How `join` groups the tiles of a vocabulary in parts: no group has tiles of two parts."""
 
     groups: int  # of a launch at most
     tiles: int  # of a part
@@ -267,10 +267,10 @@ def edge(shape: Geometry, tile: Any, num_columns: Any, mask: Any) -> tuple[Any, 
     after the one with the first padding column.
     """
     part = _part(shape, tile)
-    live = jnp.clip(num_columns - part * shape.part_columns, 0, shape.part_columns)
+    unpadded = jnp.clip(num_columns - part * shape.part_columns, 0, shape.part_columns)
     column = (tile - part * shape.part_tiles) * TILE_N
-    start = jnp.where(live < shape.part_columns, 2 * TILE_N, 0)
-    return jnp.where(live > 0, column, TILE_N), live, mask, start
+    start = jnp.where(unpadded < shape.part_columns, 2 * TILE_N, 0)
+    return jnp.where(unpadded > 0, column, TILE_N), unpadded, mask, start
 
 
 def tiles_of_group(parted: Parted, group: int, first: Any, number: Any, num_tiles: Any) -> tuple[Any, Any]:
