@@ -382,7 +382,7 @@ def _mixture_gradient(slope: Slope, x: KLBlock, rows: MixtureFactors) -> tuple[A
 def _log_slope(x: KLBlock, rows: MixtureFactors, d: Array, down_p: Array) -> Array:
     """Computes the t - t₀ of eq. 9."""
     to_distance = (x.max_q - rows.at_p) * x.k_q - down_p
-    reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
+    reference = Reference(*map(along, (rows.base, rows.other, rows.start, rows.most)))
     return relative_log_ratio(d, x.ratio + along(to_distance), reference)
 
 

@@ -69,9 +69,9 @@ class MixtureFactors(NamedTuple):
     max_q: Array
     at_p: Array
     log_sums: Array  # log2 s_p - log2 s_q
-    own: Array  # (1 - β) n / β, so that 1 + x is also own + n e^d
+    base: Array  # (1 - β) n / β, so that 1 + x is also base + n e^d
     other: Array  # n
-    start: Array  # n e^{d₀}, which is 1 - own
+    start: Array  # n e^{d₀}, which is 1 - base
     most: Any  # the largest d whose exponential is computed
     slope: Array  # t₀
     student: Array  # 1 - β
@@ -87,19 +87,19 @@ def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[A
         rows, factor_p, mean = rows
     else:
         factor_p = mean = jnp.zeros_like(rows.log_sums)
-    found = mixture_in_base_2(rows, factor_p, mean, jnp.any(rows.weights.teacher > 0.5))
-    stacked = jnp.stack([jnp.broadcast_to(x, factor_p.shape).astype(jnp.float32) for x in found])
+    factors = convert_mixture_to_base_2(rows, factor_p, mean, jnp.any(rows.weights.teacher > 0.5))
+    stacked = jnp.stack([jnp.broadcast_to(x, factor_p.shape).astype(jnp.float32) for x in factors])
     return jnp.pad(stacked, ((0, 0), (0, length - stacked.shape[1])))
 
 
-def mixture_in_base_2(rows: Mixture, factor_p: Array, mean: Array, is_above_half: Any) -> MixtureFactors:
+def convert_mixture_to_base_2(rows: Mixture, factor_p: Array, mean: Array, is_above_half: Any) -> MixtureFactors:
     """Returns the factors of a mixture, whose ``factor_p`` and ``mean`` are those of `MixtureCoefficients`."""
     student, teacher = rows.weights
     other = teacher / rows.at_p.total
     return MixtureFactors(
         *rows.references,
         log_sums=rows.log_sums * LOG2E,
-        own=student / rows.at_p.total,
+        base=student / rows.at_p.total,
         other=other,
         start=other * rows.at_p.ratio,
         most=rows.at_p.most * LOG2E,
@@ -121,11 +121,11 @@ def kl_factors(
     """
     if isinstance(rows, MixtureCoefficients):
         return mixture_factors(rows, length)
-    factors = jnp.stack(in_base_2(rows, direction))
+    factors = jnp.stack(convert_to_base_2(rows, direction))
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
 
 
-def in_base_2(rows: KLCoefficients, direction: Direction) -> KLCoefficients:
+def convert_to_base_2(rows: KLCoefficients, direction: Direction) -> KLCoefficients:
     """Returns the coefficients as the kernels take them."""
     if direction == "reverse":
         return rows._replace(factor_p=rows.factor_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
@@ -142,7 +142,7 @@ LOG1P = (1.4426950194, -0.7213474397, 0.4809092734, -0.3606914640, 0.2876754352,
 class Reference(NamedTuple):
     """The reference of a relative logarithm: four fields of `MixtureFactors`, a number per row each."""
 
-    own: Any
+    base: Any
     other: Any
     start: Any
     most: Any
@@ -162,7 +162,7 @@ def relative_log_ratios(d: Array, distance: Array, rows: Reference) -> tuple[Arr
     e = jnp.exp2(bounded) * rows.other
     near = rows.start * (distance * _polynomial(EXPM1, distance))
     x = jnp.where(jnp.abs(distance) < 1.0, near, e - rows.start)
-    log = jnp.where(jnp.abs(x) < NEAR_ONE, x * _polynomial(LOG1P, x), jnp.log2(e + rows.own))
+    log = jnp.where(jnp.abs(x) < NEAR_ONE, x * _polynomial(LOG1P, x), jnp.log2(e + rows.base))
     return -log - (d - bounded), bounded - log
 
 
@@ -276,9 +276,9 @@ def _kernel_per_tile(
 ) -> None:
     *arrays, row_scales, mask, scalars, (*rest, held) = unpack_refs(refs)
     # Updated inputs alias the outputs.
-    factors, (output, *kept) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
+    factors, (output, *cached) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
     span = Span.unpack(scalars)
-    cache = KLCache(*kept) if kept else None
+    cache = KLCache(*cached) if cached else None
     tile_refs = KLRefs(make_head_operands(matmuls, row_scales), mask, output, factors[0], cache)
 
     def consume(tile: Tile, multiply: Multiply, held: Any) -> None:
@@ -325,7 +325,9 @@ def unpack_refs(refs: Sequence[Any]) -> list[Any]:
 
 def make_head_operands(matmuls: tuple[Matmul, Matmul], row_scales: Sequence[Any]) -> tuple[HeadOperands, HeadOperands]:
     """Returns the operands of both heads in an epilogue."""
-    first, second = (HeadOperands(own.call, row_scale) for own, row_scale in zip(matmuls, row_scales, strict=True))
+    first, second = (
+        HeadOperands(matmul.call, row_scale) for matmul, row_scale in zip(matmuls, row_scales, strict=True)
+    )
     return first, second
 
 
@@ -389,7 +391,7 @@ class JSDRatios(NamedTuple):
         u_p, u_q, log_sums = rows.shift(x, k_p, k_q)
         (at_p,) = rows.load("at_p")
         d, distance = (u_q - u_p) + log_sums, (x[1] - at_p) * k_q - u_p
-        reference = Reference(*rows.load("own", "other", "start", "most"))
+        reference = Reference(*rows.load("base", "other", "start", "most"))
         return cls(u_p, u_q, d, *relative_log_ratios(d, distance, reference))
 
     def terms(self, rows: MixtureRows, is_above_half: Any) -> tuple[Array, Array]:

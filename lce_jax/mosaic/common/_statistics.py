@@ -87,8 +87,8 @@ def statistics(
         "lce_statistics" if cache is None else "lce_statistics_cached",
         updated={len(operands) + i: i for i in range(len(updated))},
     )
-    parts, *kept = run(*operands, *updated)
-    return parts, Cache(*kept) if kept else None
+    parts, *updated_cache = run(*operands, *updated)
+    return parts, Cache(*updated_cache) if updated_cache else None
 
 
 class StatisticsRefs(NamedTuple):
@@ -142,8 +142,8 @@ def _kernel(
         refs[num_operands:],
     )
     # Updated inputs alias the outputs: [tiles, fields, Tp] and the cache, if any.
-    partial, *kept = results[len(results) // 2 :]
-    cache: Any = Cache(*kept) if kept else None
+    partial, *cached = results[len(results) // 2 :]
+    cache: Any = Cache(*cached) if cached else None
     tile_refs, span = (
         StatisticsRefs(targets, row_scale, holds_target, mask, partial, cache, floor),
         Span.unpack(scalars),
@@ -342,11 +342,11 @@ def kl_statistics(
     A tile that is only padding gets a maximum of `_operands.FLOOR` and sums of 0. Tiles after the span, and row blocks
     without an unmasked row, are not written. ``calls`` are in the order of the heads, that of p first.
     """
-    given, updated = _heads.pack_operands(operands, span), [parts, *jax.tree.leaves(cache)]
+    inputs, updated = _heads.pack_operands(operands, span), [parts, *jax.tree.leaves(cache)]
     names = "kl_statistics", "lce_kl_statistics" if cache is None else "lce_kl_statistics_cached"
     epilogue = functools.partial(write_kl_statistics, direction)
-    parts, *kept = _heads.update_tiles(generation, calls, epilogue, *names, given, updated)
-    return parts, KLCache(*kept) if kept else None
+    parts, *updated_cache = _heads.update_tiles(generation, calls, epilogue, *names, inputs, updated)
+    return parts, KLCache(*updated_cache) if updated_cache else None
 
 
 def kl_mixture_sums(
@@ -362,9 +362,9 @@ def kl_mixture_sums(
 
     A tile that is only padding gets sums of 0. As in `kl_statistics`, some tiles and row blocks are not written.
     """
-    given, names = [*_heads.pack_operands(operands, span), factors], ("kl_mixture_sums", "lce_kl_mixture_sums")
+    inputs, names = [*_heads.pack_operands(operands, span), factors], ("kl_mixture_sums", "lce_kl_mixture_sums")
     epilogue = functools.partial(write_mixture_sums, direction)
-    return _heads.update_tiles(generation, calls, epilogue, *names, given, [parts])[0]
+    return _heads.update_tiles(generation, calls, epilogue, *names, inputs, [parts])[0]
 
 
 def write_kl_statistics(
