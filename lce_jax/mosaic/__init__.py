@@ -44,7 +44,7 @@ NAME = "mosaic_gpu"
 def _lowers_for_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Makes a function of a `Call` or a `KLPlan` lower its kernels for the call's device, which may be absent.
 
-    Inside, ranks are promoted, whatever the caller's configuration of JAX says.
+    Ranks are promoted in ``function``, whatever the caller's configuration of JAX says.
     """
 
     @functools.wraps(function)

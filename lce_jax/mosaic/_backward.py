@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
 # Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not in `Call.gradients`.
-# With an adapter, the gradients of u and B too.
+# With an adapter, also the gradients of u and B.
 type Carry = tuple[Any, ...]
 
 
@@ -187,8 +187,8 @@ def _walk_chunks(
 ) -> Carry:
     """Computes a part's gradients chunk by chunk, and adds them to the carry, or writes them.
 
-    ``follows``: the sums of dhidden have those of another part already. dweight is added if ``may_add`` and, which is
-    known only at run time, ``adds_dweight``.
+    ``follows``: another part has written to the sums of dhidden already. dweight is added if ``may_add`` and
+    ``adds_dweight``, which is known only at run time.
     """
     shape, generation, launch = kernel_call.shape, kernel_call.generation, kernel_call.host.launch
     contracted = _edge.count_contracted_columns(kernel_call)

@@ -65,7 +65,7 @@ def sum_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[
 class Cache(NamedTuple):
     """What the forward caches of the first vocabulary tiles, which the backward then does not recompute."""
 
-    exponentials: Float[Array, "T columns"]  # e^((x - max) k), in the weight's dtype; whole tiles
+    exponentials: Float[Array, "T columns"]  # e^((x - max) k) of whole tiles, in the weight's dtype
     max: Float[Array, "tiles Tp"]  # each tile's largest x
 
     @property
@@ -77,9 +77,9 @@ class Cache(NamedTuple):
 class KLCache(NamedTuple):
     """The `mathematics._kl.CachedRatios` of the first vocabulary tiles, whose products the backward does not repeat."""
 
-    e: Float[Array, "Tp columns"]  # whole tiles
+    e: Float[Array, "Tp columns"]  # of whole tiles
     ratio: Float[Array, "Tp columns"]  # in base 2
-    references: Float[Array, "tiles 3 Tp"]  # of each tile
+    references: Float[Array, "tiles 3 Tp"]  # the references of each tile
 
     @property
     def num_tiles(self) -> int:
@@ -144,8 +144,8 @@ class Budget:
 
     dhidden_waves: float  # the time to read and write one token's dhidden in fp32, in waves of tiles
     temporary_bytes: int = 345_000_000  # for the backward's dhidden in fp32 and one chunk of dlogits
-    chunk_columns: int = 8192  # the least of a chunk, even beyond those bytes: each chunk reads and writes dhidden
-    chunk_bytes: int = 11 << 28  # the most bytes of such a chunk's dlogits: fewer columns from 180,000 tokens on
+    chunk_columns: int = 8192  # a chunk has at least so many, even beyond those bytes
+    chunk_bytes: int = 11 << 28  # limits the dlogits of such a chunk: from 180,000 tokens on it has fewer columns
     statistics_bytes: int = 160 << 20  # for the forward's partial statistics; more need several launches
 
 

@@ -52,7 +52,7 @@ class Note(NamedTuple):
 def interpreting(parameters: Any) -> Iterator[None]:
     """In this context, kernels are traced for the interpreter on the CPU, with ``plgpu.InterpretGPUParams``.
 
-    A function that was traced outside keeps its kernels, so trace a new function inside.
+    A function that was traced before keeps its kernels, so trace a new function in the context.
     """
     token = _interpret.set(parameters)
     try:
@@ -67,8 +67,8 @@ def lowering_for(compute_capability: str, as_default: bool = False) -> Iterator[
 
     Mosaic asks JAX's default device for its architecture, and the first local device for its shared memory, which would
     start a JAX client on the GPU. So the functions that Mosaic asks are replaced once, and then answer by context. A
-    kernel that is traced inside is also lowered for this capability later. With ``as_default``, an outer context has
-    precedence, and a default device of this capability needs no replacement.
+    kernel that is traced in the context is lowered for this capability even after it. With ``as_default``, an outer
+    context has precedence, and a default device of this capability needs no replacement.
     """
     answer = _answer_by_context()
     major, minor = map(int, compute_capability.split("."))

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
 
-ROWS = 64  # of a block
-COLUMNS = 128  # of a block
+ROWS = 64  # rows of a block
+COLUMNS = 128  # columns of a block
 BLOCK = (ROWS, COLUMNS)
 ACCUMULATOR = AccumulatorLayout(ROWS)
 PER_TILE = TILE_N // COLUMNS
-RESERVED_BYTES = 1 << 10  # of shared memory, which the system reserves in each kernel block
+RESERVED_BYTES = 1 << 10  # shared memory that the system reserves in each kernel block
 STAGES = 2
 SLOTS = 2  # staging slots
 
@@ -89,8 +89,8 @@ class BlockWalk:
 class Block:
     """The place of a block."""
 
-    row: Any  # in blocks
-    column: Any  # in blocks, from the span's first column on
+    row: Any  # the number of the row of blocks
+    column: Any  # the number of the column of blocks, from the span's first column on
     tile: Any  # the number of its vocabulary tile in the shard
 
     @property

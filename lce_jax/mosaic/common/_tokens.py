@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
 
-THREADS = 128  # of a block, one per token
+THREADS = 128  # threads of a block, one per token
 
 
 def on_all_threads(value: Any, dtype: Any = jnp.int32) -> Any:
