@@ -375,8 +375,8 @@ def _mixture_gradient(slope: Slope, x: KLBlock, rows: MixtureFactors) -> tuple[A
     """Computes eq. 10 of a block, and the student's u."""
     down_p, down_q = x.down(rows)
     of_p = along(rows.factor_p * jnp.exp2(down_p))
-    d = x.ratio + along(down_q - down_p + rows.log_sums)
-    return x.e * of_p * (slope(x, rows, d, down_p) - along(rows.mean)), x.log2_e
+    t = slope(x, rows, x.ratio + along(down_q - down_p + rows.log_sums), down_p)
+    return x.e * of_p * (t - along(rows.mean)), x.log2_e
 
 
 def _log_slope(x: KLBlock, rows: MixtureFactors, d: Array, down_p: Array) -> Array:
