@@ -65,7 +65,7 @@ def check_once(
         generation = _generations.unchecked(device, heads)
         if generation is not None:
             key = generation, device, heads
-            _generations.FOUND[key] = reason = _recall_or_compare(*key, compare, compared_by)
+            _generations.FAULTS[key] = reason = _recall_or_compare(*key, compare, compared_by)
             if reason is not None:
                 function = "" if heads == 1 else " for linear_kl"
                 _logger.warning('"mosaic_gpu" is not used in this process%s: %s', function, reason)
@@ -156,8 +156,8 @@ def _run_head(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inve
     operands = Operands(hidden, weight, targets, inverse, None, None)
     stats, cache = one.statistics(operands, call, True)
     scale, factor = _logprobs.compute_row_scale(call, inverse), _logprobs.compute_row_factor(call, inverse)
-    per_token = functools.partial(mosaic.per_token, call) if one is mosaic else lambda function, *x: function(*x)
-    out = _logprobs.finish(stats, scale, targets, None, V, None, per_token).outputs
+    compute = functools.partial(mosaic.compute_per_token, call) if one is mosaic else lambda run, *x: run(*x)
+    out = _logprobs.finish(stats, scale, targets, None, V, None, compute).outputs
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
     results = {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse}
     results["dhidden"], results["dweight"], *_ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)

@@ -85,8 +85,8 @@ def describe_software() -> dict[str, str] | None:
     except OSError:
         return None
     versions = {name: find_version(name) for name in (*DISTRIBUTIONS, *COMPILERS)}
-    found = {name: version for name, version in versions.items() if version is not None}
-    return {"sources": digest.hexdigest(), **found} if sources else None
+    known = {name: version for name, version in versions.items() if version is not None}
+    return {"sources": digest.hexdigest(), **known} if sources else None
 
 
 def find_version(distribution: str) -> str | None:
@@ -117,8 +117,8 @@ def _find_module_version() -> str | None:
     """Returns the version of NVIDIA's kernel module, from the kernel's files or from NVML, which Windows has, too."""
     for path in MODULE_VERSIONS:
         with contextlib.suppress(OSError):
-            if found := re.search(r"\d+\.\d[\d.]*", path.read_text()):
-                return found[0]
+            if match := re.search(r"\d+\.\d[\d.]*", path.read_text()):
+                return match[0]
     text = ctypes.create_string_buffer(96)
     with contextlib.suppress(OSError, AttributeError):
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

@@ -230,8 +230,8 @@ def _cache_bytes(call: ExplainedCall, full: int, spare: int) -> int:
     """Returns how many of the ``spare`` bytes a cache would use."""
     if full <= spare:
         return full
-    kept, uncached = (call.plan(cache_bytes=size).kept_bytes for size in (spare, 0))
-    return kept - uncached
+    cached, uncached = (call.plan(cache_bytes=size).kept_bytes for size in (spare, 0))
+    return cached - uncached
 
 
 def _advice(plain: Plan, in_forward: Plan, cache: int, spare: int) -> Iterator[str]:

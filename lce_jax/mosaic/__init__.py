@@ -44,14 +44,14 @@ NAME = "mosaic_gpu"
 def _lowers_for_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Makes a function of a `Call` or a `KLPlan` lower its kernels for the call's device, which may be absent.
 
-    Inside, ranks are promoted, whatever the caller's configuration of JAX says.
+    Ranks are promoted in ``function``, whatever the caller's configuration of JAX says.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         (call,) = (x.calls.student if isinstance(x, KLPlan) else x for x in args if isinstance(x, (Call, KLPlan)))
         capability = call.device.compute_capability or _generation_of(call).compute_capabilities[0]
-        with jax.numpy_rank_promotion("allow"), _pallas.lowering_for(capability, unless_told=True):
+        with jax.numpy_rank_promotion("allow"), _pallas.lowering_for(capability, as_default=True):
             return function(*args, **kwargs)
 
     return run
@@ -101,10 +101,10 @@ def merge_statistics(parts: Parts, call: Call, inverse_temperature: Any, num_row
 
 
 @_lowers_for_device
-def per_token(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
+def compute_per_token(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
     """Computes ``function(*operands)`` of per-token arrays in a kernel."""
     del call
-    return _tokens.per_token(function, *operands)
+    return _tokens.compute_per_token(function, *operands)
 
 
 def serves(device: Device) -> bool:

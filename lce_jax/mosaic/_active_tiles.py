@@ -4,11 +4,12 @@ A tile (a row block by a vocabulary tile) is a cell of a table. An entry is an a
 group. A batch is a range of entries whose dlogits fill one array, with a slot of [row block, tile] for each entry.
 
 The order mixes vocabulary tiles that are active in many row blocks with those that are active in few. So each batch,
-and each row block's part of it, has the same share of both. The product for dhidden reads a tile of the weight once for
-many row blocks, or once for each of few. The latter alone would wait for memory, and the former would leave it idle.
+and each row block's part of it, has the same share of both. The product for dhidden reads a tile of the weight once,
+however many row blocks use the tile. A batch in which few row blocks use each tile would wait for memory, and a batch
+in which many do would leave memory idle.
 
-All arrays have static sizes, so that other active tiles need no new compilation. Kernels compute values that follow
-from the lists themselves, because each operation of torch costs more time than they need.
+All arrays have static sizes, so that other active tiles need no new compilation. What follows from the lists is
+computed inside the kernels, because a further operation of torch would take longer.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 class Sizes(NamedTuple):
     """The static part of the lists."""
 
-    tiles: int  # of the vocabulary
-    blocks: int  # of rows
+    tiles: int  # vocabulary tiles
+    blocks: int  # row blocks
     group: int  # 1 or 2 entries that are computed together; the entries of a vocabulary tile form whole groups
     slots: int  # slots for a batch's dlogits: at least for two vocabulary tiles that are active in all row blocks
-    row_block: int  # tokens
-    tile: int  # columns
+    row_block: int  # tokens of a row block
+    tile: int  # columns of a vocabulary tile
 
     @property
     def width(self) -> int:
@@ -40,12 +41,12 @@ class Sizes(NamedTuple):
 
     @property
     def entries_of_tile(self) -> int:
-        """The most entries of a vocabulary tile."""
+        """How many entries a vocabulary tile has at most."""
         return -(-self.blocks // self.group) * self.group
 
     @property
     def entries(self) -> int:
-        """The most entries of the shard."""
+        """How many entries the shard has at most."""
         return self.tiles * self.entries_of_tile
 
     @property
@@ -55,7 +56,7 @@ class Sizes(NamedTuple):
 
     @property
     def batches(self) -> int:
-        """The most batches that any active tiles need.
+        """How many batches are needed at most.
 
         The number is static, so a loop need not wait for the device. The last batches may be empty.
         """
@@ -68,10 +69,10 @@ class Worklist(NamedTuple):
     order: Int[Array, "tiles"]  # the vocabulary tile at each rank
     sums: Int[Array, "tiles*width"]  # the number of entries up to each cell, by rank
     cells: Int[Array, "entries"]  # the cell of each entry; the number of cells after the last entry
-    sums_by_row: Int[Array, "blocks*tiles"]  # the same for the cells that dhidden contracts, by row block
+    sums_by_row: Int[Array, "blocks*tiles"]  # the same by row block, of the cells that dhidden contracts
     cells_by_row: Int[Array, "blocks*tiles"]
-    ranks: Int[Array, "tiles"]  # all ranks, by batch; in each, those with the most active row blocks first
-    row_blocks: Int[Array, "batches*blocks"]  # of each batch, those with the most entries last
+    ranks: Int[Array, "tiles"]  # the ranks of each batch, those with the most active row blocks first
+    row_blocks: Int[Array, "batches*blocks"]  # the row blocks of each batch, those with the most entries last
 
 
 class Batch(NamedTuple):
@@ -129,9 +130,11 @@ def place(
 def make_orders(sizes: Sizes) -> list[int]:
     """Returns the orders for `make_worklist`: four lists with a number for each vocabulary tile.
 
-    In the first, each section has about equal shares of low and high numbers, because the fractional parts of multiples
-    of the golden ratio are spread evenly. Then follow the places in the first order, from the last number on; the cells
-    before these; and all numbers.
+    - An order in which each section has about equal shares of low and high numbers, because the fractional parts of
+      multiples of the golden ratio are spread evenly.
+    - The place of each number in that order, beginning with the last number.
+    - The last cell before each of these places.
+    - All numbers in order.
     """
     fractions = np.arange(sizes.tiles, dtype=np.uint32) * np.uint32(0x9E3779B9)  # times 2³²
     mixed = np.argsort(fractions, kind="stable")

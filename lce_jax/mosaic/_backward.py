@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.mathematics._kl import KLCoefficients, MixtureCoefficients
-from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands
+from lce_jax.mosaic import _candidates, _chunks, _edge, _mean_logit, _operands
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._chunks import Cache, KLCache
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
 # Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not in `Call.gradients`.
-# With an adapter, the gradients of u and B too.
+# With an adapter, also the gradients of u and B.
 type Carry = tuple[Any, ...]
 
 
@@ -78,7 +78,7 @@ def gradients(
         dhidden = None if du is None or dhidden is None else jnp.concatenate([dhidden, du.astype(dhidden.dtype)], 1)
         return Primals(dhidden, total, adapter=dadapter)
     if rows.uniform is not None:
-        dhidden, total = _mean.add_gradients(operands, call, rows.uniform, dhidden, total)
+        dhidden, total = _mean_logit.add_gradients(operands, call, rows.uniform, dhidden, total)
     return Primals(dhidden, total)
 
 
@@ -172,8 +172,8 @@ def _cached_dlogits(
             cached_dlogits, generation, kernel_call.arrays, kernel_call.call, factors, cache, span, columns, overwrites
         )
     assert kernel_call.plan is not None
-    given = kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, cache, span, columns
-    return launch(cached_kl_dlogits, generation, *given, kernel_call.plan.direction, overwrites)
+    arguments = kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, cache, span, columns
+    return launch(cached_kl_dlogits, generation, *arguments, kernel_call.plan.direction, overwrites)
 
 
 def _walk_chunks(
@@ -187,8 +187,8 @@ def _walk_chunks(
 ) -> Carry:
     """Computes a part's gradients chunk by chunk, and adds them to the carry, or writes them.
 
-    ``follows``: the sums of dhidden have those of another part already. dweight is added if ``may_add`` and, which is
-    known only at run time, ``adds_dweight``.
+    ``follows``: another part has written to the sums of dhidden already. dweight is added if ``may_add`` and
+    ``adds_dweight``, which is known only at run time.
     """
     shape, generation, launch = kernel_call.shape, kernel_call.generation, kernel_call.host.launch
     contracted = _edge.count_contracted_columns(kernel_call)

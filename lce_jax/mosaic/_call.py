@@ -27,8 +27,8 @@ class Machine(NamedTuple):
     """How a generation multiplies tiles. The epilogues in `common`, which process the tiles, serve all generations.
 
     Attributes:
-        kernel: ``(matmul, body, outputs, name, updated=None)``: ``body`` on every multiprocessor. Axes: "sm" is the
-            cluster, "cluster" the block in it.
+        kernel: ``(matmul, body, outputs, name, updated=None)`` returns a kernel that runs ``body`` on every
+            multiprocessor. Its axis "sm" counts clusters, and its axis "cluster" the blocks of a cluster.
         walk_tiles: ``(matmul, lhs, rhs, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply,
             scratch)`` for every tile that ``visit_all`` visits, in every warpgroup with an epilogue. ``multiply()``
             waits for the products.
@@ -58,8 +58,8 @@ class Generation:
         devices: regular expressions of device names with these capabilities, the best known device first.
         tiling: the tile sizes.
         budget: decides how much of the vocabulary one launch covers.
-        tunings: the free choices of a kernel, ``tunings.of(call, kernel)``, and ``tunings.smem_bytes(call)``: what
-            each kernel's block needs of shared memory.
+        tunings: ``tunings.of(call, kernel)`` returns a kernel's tuning parameters, and ``tunings.smem_bytes(call)`` the
+            shared memory that a block of each kernel needs.
         machine: multiplies tiles.
         smem_limit: the bytes of shared memory that a block may use.
         ran_on: the cards that ran the same source, if no card of the generation has. Then the first call on a card
@@ -130,7 +130,7 @@ class KernelCall(NamedTuple):
         b, call = self.operands.adapter, self.call
         if b is None:
             return self
-        u = self.host.compute(_from_column, self.prepared.hidden, call.hidden_size)
+        u = self.host.compute(_slice_columns, self.prepared.hidden, call.hidden_size)
         adapter = self._replace(
             operands=self.operands._replace(weight=b, adapter=None),
             prepared=self.prepared._replace(hidden=u, weight=b),
@@ -177,6 +177,6 @@ class KernelCall(NamedTuple):
         return student._replace(teacher=teacher, plan=plan)
 
 
-def _from_column(xp: Any, x: Any, first: int) -> Any:
+def _slice_columns(xp: Any, x: Any, first: int) -> Any:
     del xp
     return x[:, first:]

@@ -78,7 +78,7 @@ def place_candidates(
 def _place(
     columns: Any, terms: Any, x: Any, targets: Any, row_scale: Any, factors: Any, num_rows: Any, is_capped: bool
 ) -> PlacedCandidates:
-    """Computes the values of dlogits at the candidates' places (eqs. 4, 5), from their terms and their x, in base 2."""
+    """Computes dlogits (eqs. 4, 5) in the candidates' columns, in base 2. ``terms``: each candidate's part of them."""
     T = len(columns)
     columns, terms, x = _logprobs.sum_repeats(columns, terms, x)
     rows = RowFactors.of([factor[:T, None] for factor in factors])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
 
-MAX_SPLITS = 4  # the most parts of the contraction over the vocabulary
+MAX_SPLITS = 4  # the largest number of parts into which the contraction over the vocabulary is split
 
 
 def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
@@ -65,25 +65,25 @@ def sum_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[
 class Cache(NamedTuple):
     """What the forward caches of the first vocabulary tiles, which the backward then does not recompute."""
 
-    exponentials: Float[Array, "T columns"]  # e^((x - max) k), in the weight's dtype; whole tiles
+    exponentials: Float[Array, "T columns"]  # e^((x - max) k) of whole tiles, in the weight's dtype
     max: Float[Array, "tiles Tp"]  # each tile's largest x
 
     @property
     def num_tiles(self) -> int:
-        """How many are kept."""
+        """How many tiles are cached."""
         return self.max.shape[0]
 
 
 class KLCache(NamedTuple):
     """The `mathematics._kl.CachedRatios` of the first vocabulary tiles, whose products the backward does not repeat."""
 
-    e: Float[Array, "Tp columns"]  # whole tiles
+    e: Float[Array, "Tp columns"]  # of whole tiles
     ratio: Float[Array, "Tp columns"]  # in base 2
-    references: Float[Array, "tiles 3 Tp"]  # of each tile
+    references: Float[Array, "tiles 3 Tp"]  # the references of each tile
 
     @property
     def num_tiles(self) -> int:
-        """How many are kept."""
+        """How many tiles are cached."""
         return self.references.shape[0]
 
 
@@ -127,7 +127,7 @@ def cached_kl_tile_bytes(plan: KLPlan, shape: Geometry) -> int:
 def can_overwrite_cache(shape: Geometry) -> bool:
     """Whether dlogits can overwrite the exponentials, with all cached tiles as one chunk.
 
-    If V is no multiple of the atom, a chunk's part of the weight is copied, so chunks must stay small.
+    If V is not a multiple of the atom, a chunk's part of the weight is copied, so chunks must stay small.
     """
     return shape.whole_atoms
 
@@ -144,13 +144,13 @@ class Budget:
 
     dhidden_waves: float  # the time to read and write one token's dhidden in fp32, in waves of tiles
     temporary_bytes: int = 345_000_000  # for the backward's dhidden in fp32 and one chunk of dlogits
-    chunk_columns: int = 8192  # the least of a chunk, even beyond those bytes: each chunk reads and writes dhidden
-    chunk_bytes: int = 11 << 28  # the most bytes of such a chunk's dlogits: fewer columns from 180,000 tokens on
+    chunk_columns: int = 8192  # a chunk has at least so many, even beyond those bytes
+    chunk_bytes: int = 11 << 28  # limits the dlogits of such a chunk: from 180,000 tokens on it has fewer columns
     statistics_bytes: int = 160 << 20  # for the forward's partial statistics; more need several launches
 
 
 def choose_chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
-    """Returns the vocabulary tiles per chunk of the backward, of ``num_tiles``: the fastest number within the budget.
+    """Returns how many of ``num_tiles`` tiles a chunk of the backward covers: the fastest number within the budget.
 
     The cost is the number of waves of tiles over the multiprocessors, and for each chunk the traffic of dhidden.
     """
@@ -159,17 +159,17 @@ def choose_chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: i
     most = min(num_tiles, max(for_dlogits // tile_bytes, _least_tiles(shape, budget, tile_bytes)))
 
     def cost(chunk: int) -> float:
-        whole, rest = divmod(num_tiles, chunk)
+        full, rest = divmod(num_tiles, chunk)
         waves = [-(-shape.row_blocks * size // call.device.core_count) for size in (chunk, rest)]
-        return whole * waves[0] + waves[1] + -(-num_tiles // chunk) * (1 + shape.tokens * budget.dhidden_waves)
+        return full * waves[0] + waves[1] + -(-num_tiles // chunk) * (1 + shape.tokens * budget.dhidden_waves)
 
     return min(range(most, most // 2, -1), key=cost)
 
 
 def choose_launch_groups(fields: int, shape: Geometry, budget: Budget) -> int:
-    """Returns the groups of tiles per launch of the forward: launches of equal size within the budget.
+    """Returns how many groups of tiles one launch of the forward covers: launches are about equal, and fit the budget.
 
-    ``fields``: the numbers of each token and tile.
+    ``fields``: how many statistics a token has per tile.
     """
     tile_bytes = 4 * fields * shape.padded_tokens
     groups = count_groups(shape)
@@ -180,7 +180,7 @@ def choose_launch_groups(fields: int, shape: Geometry, budget: Budget) -> int:
 
 
 def choose_launch_tiles(fields: int, shape: Geometry, budget: Budget) -> int:
-    """Returns the most vocabulary tiles of a launch of the forward."""
+    """Returns how many vocabulary tiles a launch of the forward covers at most."""
     return min(choose_launch_groups(fields, shape, budget) * GROUP, shape.num_tiles)
 
 
@@ -208,13 +208,13 @@ def count_groups(shape: Geometry) -> int:
 
 
 def first_tile(shape: Geometry, group: Any) -> Any:
-    """Returns the first tile of a group. A group ends with its part."""
+    """Returns the first tile of a group. The last group of a part may be shorter than others."""
     missing = count_part_groups(shape) * GROUP - shape.part_tiles  # of a part's last group
     return group * GROUP - (group // count_part_groups(shape) * missing if shape.has_parts else 0)
 
 
 def choose_active_slots(call: Call, shape: Geometry, budget: Budget, group: int) -> int:
-    """Returns the slots for a batch's dlogits of active tiles: within the budget, and whole waves if several."""
+    """Returns how many active tiles' dlogits a batch has room for: within the budget, in full waves if in several."""
     of_tile = -(-shape.row_blocks // group) * group
     slot_bytes = shape.row_block * shape.tile * call.dtype.itemsize
     for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4

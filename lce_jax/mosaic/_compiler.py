@@ -63,28 +63,28 @@ def traced(launch: Callable[..., Any], tree: Any, leaves: tuple[Any, ...]) -> Ke
     """Traces ``launch`` with a tree of ``leaves``, whose arrays are shapes and dtypes, and returns its one kernel."""
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
     arrays, name = tuple(leaves[place] for place in places), launch.__name__
-    found: list[Any] = []
+    trace: list[Any] = []
 
     def function(*arrays: Any) -> Any:
-        given = list(leaves)
+        arguments = list(leaves)
         for place, array in zip(places, arrays, strict=True):
-            given[place] = array
-        return launch(*jax.tree.unflatten(tree, given))
+            arguments[place] = array
+        return launch(*jax.tree.unflatten(tree, arguments))
 
-    def noted(*arrays: Any) -> None:
+    def record(*arrays: Any) -> None:
         # A pipeline asks for the GPU. The order of the operands is the same for all GPUs.
         with _pallas.noting() as notes, _pallas.lowering_for("9.0"):
             out = function(*arrays)
-        found.extend((notes, list(map(id, arrays)), out))
+        trace.extend((notes, list(map(id, arrays)), out))
 
-    jax.eval_shape(noted, *arrays)
-    notes, given, out = found
+    jax.eval_shape(record, *arrays)
+    notes, ids, out = trace
     if len(notes) != 1:
         raise ValueError(f"{len(notes)} kernels in {name}")
     (note,), (of_function, out_tree) = notes, jax.tree.flatten(out)
     results = list(map(id, note.results))
     try:
-        operands, returned = [given.index(id(x)) for x in note.operands], [results.index(id(x)) for x in of_function]
+        operands, returned = [ids.index(id(x)) for x in note.operands], [results.index(id(x)) for x in of_function]
     except ValueError:
         raise ValueError(f"{name} computes something besides its kernel") from None
     structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in note.results)
@@ -127,7 +127,7 @@ _binds: dict[tuple[Kernel, int], Bind] = {}
 @functools.lru_cache(maxsize=4096)
 def module(kernel: Kernel, device: Device) -> bytes:
     """Lowers a kernel to the module that Mosaic compiles."""
-    with _on_cpu(), _pallas.lowering_for(device.compute_capability):
+    with _trace_on_cpu(), _pallas.lowering_for(device.compute_capability):
         # A new function, because JAX caches traces by function, also across devices.
         traced = jax.jit(lambda *x: kernel.function(*x), keep_unused=True).trace(*kernel.arrays)
         lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
@@ -135,8 +135,8 @@ def module(kernel: Kernel, device: Device) -> bytes:
     calls = [each for function in functions for each in function.regions[0].blocks[0] if _is_kernel(each)]
     if len(calls) != 1:
         raise ValueError(f"the function of one kernel has {len(calls)} kernels")
-    found: bytes = calls[0].attributes["mhlo.backend_config"]["module"].value_bytes
-    return found
+    module: bytes = calls[0].attributes["mhlo.backend_config"]["module"].value_bytes
+    return module
 
 
 def _is_kernel(operation: Any) -> bool:
@@ -144,8 +144,8 @@ def _is_kernel(operation: Any) -> bool:
     return "call_target_name" in attributes and attributes["call_target_name"].value.startswith("mosaic_gpu")
 
 
-def _on_cpu() -> contextlib.ExitStack:
-    """Inside, JAX's default device is a CPU of a separate client, and functions are jitted."""
+def _trace_on_cpu() -> contextlib.ExitStack:
+    """In this context, JAX's default device is a CPU of a separate client, and functions are jitted."""
     stack = contextlib.ExitStack()
     stack.enter_context(jax.default_device(_cpu()))
     stack.enter_context(jax.disable_jit(False))
@@ -159,7 +159,7 @@ _cpu = functools.cache(lambda: _jax.make_cpu_client().local_devices()[0])
 def why_not() -> str | None:
     """Says which private name this version of JAX lacks; None if it has all."""
     try:
-        with _on_cpu(), _pallas.lowering_for("9.0"):
+        with _trace_on_cpu(), _pallas.lowering_for("9.0"):
             jax.jit(lambda x: x).trace(jax.ShapeDtypeStruct((1,), "float32")).lower(lowering_platforms=("cuda",))
         _compiler()
         _takes_device()
@@ -191,11 +191,15 @@ def _takes_device() -> bool:
 
 def _compiled(module: bytes, number: int) -> Bind:
     """Compiles a module, and returns its `Bind`. Its arguments are C types, because a conversion takes host time."""
-    found = _compiler().MosaicGpuCompile(module, len(module))
-    if not found:
+    addresses = _compiler().MosaicGpuCompile(module, len(module))
+    if not addresses:
         raise RuntimeError("Mosaic cannot compile a kernel: standard error has the reason")
-    pointer, launch = ctypes.c_void_p, ctypes.CFUNCTYPE(None)(found[1])
-    function, kernel, device = pointer(found[0]), pointer(found[2] if _takes_device() else None), ctypes.c_int(number)
+    pointer, launch = ctypes.c_void_p, ctypes.CFUNCTYPE(None)(addresses[1])
+    function, kernel, device = (
+        pointer(addresses[0]),
+        pointer(addresses[2] if _takes_device() else None),
+        ctypes.c_int(number),
+    )
     if _takes_device():
         return lambda stream, at: functools.partial(launch, kernel, function, pointer(stream), pointer(at), device)
     return lambda stream, at: functools.partial(launch, function, pointer(stream), pointer(at))

@@ -1,6 +1,6 @@
 """The tile in which the unpadded vocabulary ends. If kernels cannot read it in place, it is copied: [tile, H], 2 MiB.
 
-* If V is no multiple of the atom, a kernel cannot read the last rows of the weight. The forward reads that tile from
+* If V is not a multiple of the atom, a kernel cannot read the last rows of the weight. The forward reads that tile from
   the copy, and the backward copies every chunk.
 * In the tile in which padding begins, the product for dhidden would multiply dlogits of 0 by arbitrary padding, and
   0 · NaN is NaN. So the product ends before that tile, and the tile is added from the copy.
@@ -108,7 +108,8 @@ def update_dhidden(
     d = d if candidates is None else candidates.put(kernel_call, d, column, column + depth)
     each = zip(kernel_call.products, sums, copied[: len(sums)], strict=True)
     return [
-        kernel_call.host.launch(add_product, kernel_call.generation, x, d, own, one.call, span) for one, x, own in each
+        kernel_call.host.launch(add_product, kernel_call.generation, x, d, weight, one.call, span)
+        for one, x, weight in each
     ]
 
 
@@ -122,7 +123,7 @@ def compute_dlogits(
     """Computes the dlogits of the span's tiles, of one head or two. ``weights`` may be copies."""
     launch, generation = kernel_call.host.launch, kernel_call.generation
     if kernel_call.plan is not None:
-        given = kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, columns
-        return launch(kl_dlogits, generation, *given, kernel_call.plan.direction)
+        arguments = kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, columns
+        return launch(kl_dlogits, generation, *arguments, kernel_call.plan.direction)
     weight, *adapter = weights
     return launch(dlogits, generation, kernel_call.arrays, weight, kernel_call.call, factors, span, columns, *adapter)

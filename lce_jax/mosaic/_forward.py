@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._kl import KLStatistics, Mixture, MixtureSums
 from lce_jax.mathematics._statistics import Parts
-from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands, _threshold
+from lce_jax.mosaic import _candidates, _chunks, _edge, _mean_logit, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._chunks import GROUP, Cache, KLCache, Piece
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
@@ -59,10 +59,10 @@ def partial_statistics(
     cached = min(_chunks.count_cached_tiles(call, kernel_call.shape), num_tiles) if keep_cache else 0
     cache = _chunks.empty_cache(kernel_call.host, call, kernel_call.shape, cached) if cached else None
     groups, cache, maxima = join_tiles(kernel_call, num_tiles, cache, _count_saved_fields(call, keep_cache))
-    total = _mean.total(operands, call) if call.mean_logit else None
+    total = _mean_logit.total(operands, call) if call.mean_logit else None
     x = None if operands.candidates is None else _candidates.unscaled(kernel_call, operands.candidates)
-    beside = _statistics.make_statistics({"total": total, "candidates": x})
-    return Parts(groups, beside), cache if maxima is None else _threshold.make_tile_statistics(kernel_call, maxima)
+    separate = _statistics.make_statistics({"total": total, "candidates": x})
+    return Parts(groups, separate), cache if maxima is None else _threshold.make_tile_statistics(kernel_call, maxima)
 
 
 def merge_statistics(
@@ -101,17 +101,17 @@ def count_visited_tiles(kernel_call: KernelCall) -> int:
 
 def join_tiles(
     kernel_call: KernelCall, num_tiles: int, cache: Cache | None, saved_fields: int = 0, more_fields: int = 0
-) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles kept Tp"] | None]:
+) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles saved Tp"] | None]:
     """Computes the statistics of each group of tiles (eq. 1) in base 2, and fills the cache with the first tiles.
 
-    Only the first ``num_tiles`` tiles are visited; the others are padding. The groups have room for ``more_fields``. It
-    also returns the first ``saved_fields`` of each tile, in whole groups.
+    Only the first ``num_tiles`` tiles are visited; the others are padding. Each group has ``more_fields`` free fields
+    at its end. It also returns the first ``saved_fields`` of each tile, in whole groups.
     """
     call, host = kernel_call.call, kernel_call.host
 
     def launch(span: Array, parts: Array, cache: Cache | None, weight: Array, *adapter: Array) -> Any:
-        given = kernel_call.generation, kernel_call.arrays, weight, call, span, parts, cache
-        return host.launch(kernels.statistics, *given, *adapter)
+        arguments = kernel_call.generation, kernel_call.arrays, weight, call, span, parts, cache
+        return host.launch(kernels.statistics, *arguments, *adapter)
 
     maxima = host.empty(maxima_shape(kernel_call, saved_fields), jnp.float32) if saved_fields else None
     scales = (kernel_call.prepared.row_scale,)
@@ -135,7 +135,7 @@ def _join_windows[C, M](
     most, per_launch = _chunks.choose_launch_tiles(*budget), _chunks.choose_launch_groups(*budget)
     launches = range(0, _chunks.count_groups(shape), per_launch)
     parted = Parted(per_launch, shape.part_tiles) if shape.has_parts else None
-    given = [one.prepared for one in kernel_call.heads], factors
+    inputs = [one.prepared for one in kernel_call.heads], factors
 
     def memory(count: int, more_fields: int = 0) -> Any:
         return host.empty((count, fields + more_fields, shape.padded_tokens), jnp.float32)
@@ -144,7 +144,7 @@ def _join_windows[C, M](
         cache, groups, maxima = carry
         first = _chunks.first_tile(shape, group)
         last = greatest(least(_chunks.first_tile(shape, group + per_launch), num_tiles), first)
-        parts = host.vary_like(memory(most), given)
+        parts = host.vary_like(memory(most), inputs)
         # Copies into shared memory move whole atoms.
         dim, weights = kernel_call.call.vocab_dim, [one.prepared.weight for one in kernel_call.sources]
         weights = [host.prefix(x, x.shape[dim] // shape.atom * shape.atom, dim) for x in weights]
@@ -159,7 +159,7 @@ def _join_windows[C, M](
         return cache, groups, maxima
 
     start = cache, memory(_chunks.count_groups(shape), more_fields), maxima
-    cache, groups, maxima = host.loop(launches, window, host.vary_like(start, given))
+    cache, groups, maxima = host.loop(launches, window, host.vary_like(start, inputs))
     return groups, cache, maxima
 
 
@@ -200,24 +200,24 @@ def _launch_tiles(
     It calls ``launch(span, parts, cache, *weights)`` for the cached tiles, for the other tiles, and for the copied
     tile. Each of these may be empty.
     """
-    shape, whole = kernel_call.shape, _edge.count_whole_tiles(kernel_call)
+    shape, uncopied = kernel_call.shape, _edge.count_whole_tiles(kernel_call)
     cached = 0 if cache is None else cache.num_tiles
     for begin, count, (start, stop, copied) in _chunks.plan_launches(
-        first, last, _make_pieces(cached, whole, shape.num_tiles)
+        first, last, _make_pieces(cached, uncopied, shape.num_tiles)
     ):
         keeps = stop <= cached
         offset = 0 if copied else shape.column(begin)
         span = kernel_call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
         sources = [_edge.copy_tile(one, start) for one in kernel_call.sources] if copied else weights
-        parts, kept = launch(span, parts, cache if keeps else None, *sources)
-        cache = kept if keeps else cache
+        parts, updated = launch(span, parts, cache if keeps else None, *sources)
+        cache = updated if keeps else cache
     return parts, cache
 
 
-def _make_pieces(cached: int, whole: int, num_tiles: int) -> list[Piece]:
+def _make_pieces(cached: int, uncopied: int, num_tiles: int) -> list[Piece]:
     """Returns the tiles [start, stop) of each kind of launch, and whether it reads a copy of the weight."""
-    middle = min(cached, whole)
-    pieces = [(0, middle, False), (middle, whole, False), (whole, num_tiles, True)]
+    middle = min(cached, uncopied)
+    pieces = [(0, middle, False), (middle, uncopied, False), (uncopied, num_tiles, True)]
     return [piece for piece in pieces if piece[0] < piece[1]]
 
 
@@ -249,11 +249,11 @@ def join_heads(
     cache = _chunks.empty_kl_cache(host, plan, shape, cached) if cached else None
 
     def launch(span: Array, parts: Array, cache: KLCache | None, *weights: Array) -> tuple[Array, KLCache | None]:
-        given = kernel_call.generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), span, parts, cache
-        return host.launch(kernels.kl_statistics, *given, plan.direction)
+        arguments = kernel_call.generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), span, parts, cache
+        return host.launch(kernels.kl_statistics, *arguments, plan.direction)
 
-    given = KLStatistics, kernel_call.kernel_scales, shape.count_tiles(plan.columns), launch, cache, None
-    groups, cache, _ = _join_windows(kernel_call, *given, more_fields)
+    arguments = KLStatistics, kernel_call.kernel_scales, shape.count_tiles(plan.columns), launch, cache, None
+    groups, cache, _ = _join_windows(kernel_call, *arguments, more_fields)
     return groups, cache
 
 
@@ -263,8 +263,8 @@ def join_mixture(kernel_call: KernelCall, factors: Float[Array, "14 Tp"]) -> Flo
     assert plan is not None
 
     def launch(span: Array, parts: Array, cache: None, *weights: Array) -> tuple[Array, None]:
-        given = kernel_call.generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, parts
-        return kernel_call.host.launch(kernels.kl_mixture_sums, *given, plan.direction), cache
+        arguments = kernel_call.generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, parts
+        return kernel_call.host.launch(kernels.kl_mixture_sums, *arguments, plan.direction), cache
 
     num_tiles = kernel_call.shape.count_tiles(plan.columns)
     return _join_windows(kernel_call, MixtureSums, (), num_tiles, launch, None, None, 0, factors)[0]

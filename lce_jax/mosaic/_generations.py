@@ -18,7 +18,7 @@ JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tes
 GENERATIONS: tuple[Generation, ...] = (HOPPER, SM120, SM80, SM89)
 RELEASED = GENERATIONS  # without what `using` adds
 # What the first call with one head, and with two, found wrong on a GPU of this machine.
-FOUND: dict[tuple[Generation, Device, int], str | None] = {}
+FAULTS: dict[tuple[Generation, Device, int], str | None] = {}
 
 
 def serving(device: Device) -> Generation | None:
@@ -36,9 +36,9 @@ def serving(device: Device) -> Generation | None:
 
 @contextlib.contextmanager
 def using(generation: Generation) -> Iterator[None]:
-    """Inside, ``generation`` serves its compute capabilities, for sweeps and tests.
+    """In this context, ``generation`` serves its compute capabilities. For sweeps and tests.
 
-    Tracing reads it, so functions must be traced again inside.
+    Tracing chooses the generation, so functions that are already traced must be traced again in the context.
     """
     global GENERATIONS
     before = GENERATIONS
@@ -74,12 +74,12 @@ def device_refusal(device: Device, heads: int = 1) -> str | None:
         return f"needs compute capability {capabilities}, {device.kind} has {its}"
     if device.core_count < 2:
         return f"needs to know the number of multiprocessors of {device.kind}"
-    found = (FOUND.get((generation, device, number)) for number in range(1, heads + 1))
-    return next(filter(None, found), None)
+    faults = (FAULTS.get((generation, device, number)) for number in range(1, heads + 1))
+    return next(filter(None, faults), None)
 
 
 def unchecked(device: Device, heads: int = 1) -> Generation | None:
     """Returns the generation of ``device`` if it has run only on other cards, and no call here has checked it yet."""
     generation = serving(device)
-    is_known = generation is None or generation.ran_on is None or (generation, device, heads) in FOUND
+    is_known = generation is None or generation.ran_on is None or (generation, device, heads) in FAULTS
     return None if is_known else generation

@@ -43,9 +43,9 @@ class Geometry:
     tokens: int  # T, padded to whole atoms and to one row block
     padded_tokens: int  # the length of per-token vectors: whole groups of row blocks
     row_blocks: int
-    num_tiles: int  # of the vocabulary; the last one of a part may be ragged
+    num_tiles: int  # tiles of the vocabulary; the last one of each part may be ragged
     whole_atoms: bool  # whether V is a multiple of the atom, so that kernels access parts of the weight in place
-    part_columns: int  # of a part of the vocabulary, at whose first column a tile begins; V without parts
+    part_columns: int  # columns of a part of the vocabulary, whose tiles begin at its first column; V without parts
     part_tiles: int
 
     @property
@@ -241,7 +241,7 @@ UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)
 def list_statistics(call: Call) -> list[str]:
     """Returns the fields of `ShardStatistics` that the kernels compute, one number per token each.
 
-    `_mean` computes Σ x, and `_candidates` the logits of candidates.
+    `_mean_logit` computes Σ x, and `_candidates` the logits of candidates.
     """
     return [name for name in call.statistics if name not in _statistics.SEPARATE]
 

@@ -50,9 +50,9 @@ class Note(NamedTuple):
 
 @contextlib.contextmanager
 def interpreting(parameters: Any) -> Iterator[None]:
-    """Inside, kernels are traced for the interpreter on the CPU, with ``plgpu.InterpretGPUParams``.
+    """In this context, kernels are traced for the interpreter on the CPU, with ``plgpu.InterpretGPUParams``.
 
-    A function that was traced outside keeps its kernels, so trace a new function inside.
+    A function that was traced before keeps its kernels, so trace a new function in the context.
     """
     token = _interpret.set(parameters)
     try:
@@ -62,17 +62,17 @@ def interpreting(parameters: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lowering_for(compute_capability: str, unless_told: bool = False) -> Iterator[None]:
-    """Inside, kernels are lowered for GPUs of this compute capability, which may be absent.
+def lowering_for(compute_capability: str, as_default: bool = False) -> Iterator[None]:
+    """In this context, kernels are lowered for GPUs of this compute capability, which may be absent.
 
     Mosaic asks JAX's default device for its architecture, and the first local device for its shared memory, which would
     start a JAX client on the GPU. So the functions that Mosaic asks are replaced once, and then answer by context. A
-    kernel that is traced inside is also lowered for this capability later. With ``unless_told``, an outer context has
-    precedence, and a default device of this capability needs no replacement.
+    kernel that is traced in the context is lowered for this capability even after it. With ``as_default``, an outer
+    context has precedence, and a default device of this capability needs no replacement.
     """
     answer = _answer_by_context()
     major, minor = map(int, compute_capability.split("."))
-    if unless_told and (_lowered_for.get() or answer() == (major, minor)):
+    if as_default and (_lowered_for.get() or answer() == (major, minor)):
         yield
         return
     token = _lowered_for.set((major, minor))
@@ -116,7 +116,7 @@ class _Jax:
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Note]]:
-    """Yields a list of the kernels that are traced inside."""
+    """Yields a list of the kernels that are traced in this context."""
     notes: list[Note] = []
     token = _notes.set(notes)
     try:

@@ -25,9 +25,9 @@ def plan(call: Call, generation: Generation, name: str) -> Plan:
     fields = len(_operands.list_statistics(call))
     arrays = _chunks.choose_launch_tiles(fields, shape, generation.budget) + groups + gathered
     statistics = 4 * fields * arrays * shape.padded_tokens
-    live = call.gradient_threshold > 0
-    maxima = (1 + call.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
-    mask = 4 * math.prod(active_tiles_shape(call)) if live else 0
+    has_threshold = call.gradient_threshold > 0
+    maxima = (1 + call.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if has_threshold else 0
+    mask = 4 * math.prod(active_tiles_shape(call)) if has_threshold else 0
     cached = _chunks.count_cached_tiles(call, shape)
     return Plan(
         implementation=name,
@@ -135,8 +135,8 @@ def _plan_backward(call: Call, shape: Geometry, generation: Generation) -> _Back
 
 def _writes_dhidden_once(call: Call, shape: Geometry) -> bool:
     """Whether there is a single chunk, whose product for dhidden one launch computes and rounds."""
-    whole = call.shards == 1 and call.vocab_size == call.columns
-    return whole and not call.mean_logit and _chunks.dhidden_shape(call, shape)[0] == 1
+    is_all = call.shards == 1 and call.vocab_size == call.columns
+    return is_all and not call.mean_logit and _chunks.dhidden_shape(call, shape)[0] == 1
 
 
 def _copied_bytes(call: Call, shape: Geometry) -> int:
@@ -158,7 +158,7 @@ def _same_bits(call: Call, shape: Geometry) -> str:
         return f"in every call, over any number of shards of whole groups of {size:,} columns"
     if call.shards == 1:
         return "in every call of these columns"
-    return f"in every call over {call.shards} shards, because {columns:,} columns are no multiple of {size:,}"
+    return f"in every call over {call.shards} shards, because {columns:,} columns are not a multiple of {size:,}"
 
 
 def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
             notes.append(OVERWRITES)
     if not shape.whole_atoms:
         notes.append(
-            f"V is no multiple of {shape.atom}: the backward copies the weight and its gradient, one chunk at a time"
+            f"V is not a multiple of {shape.atom}: the backward copies the weight and its gradient, one chunk at a time"
         )
     return *notes, *candidate_notes(call)
 

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.mathematics._statistics import Normalizer
-from lce_jax.mosaic import _active_tiles, _candidates, _chunks, _edge, _mean, _operands
+from lce_jax.mosaic import _active_tiles, _candidates, _chunks, _edge, _mean_logit, _operands
 from lce_jax.mosaic._active_tiles import Sizes, make_orders, make_worklist
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import TRACED
-from lce_jax.mosaic.common import _select as kernels
+from lce_jax.mosaic.common import _active_tiles as kernels
 from lce_jax.mosaic.common._dlogits import active_dlogits
 from lce_jax.mosaic.common._products import update_active_dhidden, write_active_dweight
 from lce_jax.mosaic.common._tiles import active_tiles_shape
@@ -42,15 +42,15 @@ class TileStatistics(NamedTuple):
     """What the forward saves for `select`."""
 
     maxima: Float[
-        Array, "tiles kept Tp"
+        Array, "tiles saved Tp"
     ]  # each vocabulary tile's largest x, and Σ e^u if the dropped mass is requested
     targets: Int[Array, "Tp"]
     row_scale: Float[Array, "Tp"]
     always: Any  # a vocabulary tile that is always active, or -1
-    held: Int[Array, "tiles blocks"] | None = None  # 1 for tiles that hold a candidate
+    candidate_tiles: Int[Array, "tiles blocks"] | None = None  # 1 for tiles that hold a candidate
 
 
-def make_tile_statistics(kernel_call: KernelCall, maxima: Float[Array, "tiles kept Tp"]) -> TileStatistics:
+def make_tile_statistics(kernel_call: KernelCall, maxima: Float[Array, "tiles saved Tp"]) -> TileStatistics:
     """Makes the statistics of a shard's tiles."""
     always = jnp.asarray(find_padded_tile(kernel_call), jnp.int32)
     per_token = kernel_call.prepared.targets, kernel_call.prepared.row_scale
@@ -85,7 +85,9 @@ def select(
     padded, count = tiles.targets.shape[0], call.num_tokens if num_rows is None else num_rows
     merged = jnp.concatenate([_operands.pad(x, padded) for x in (normalizer.max, normalizer.sumexp)])
     numbers = TRACED.numbers(count, padded, tiles.always)
-    active, masses = kernels.select(call, tiles.maxima, tiles.targets, tiles.row_scale, merged, 0, numbers, tiles.held)
+    active, masses = kernels.select(
+        call, tiles.maxima, tiles.targets, tiles.row_scale, merged, 0, numbers, tiles.candidate_tiles
+    )
     if masses is None:
         return active, None
     dropped = functools.reduce(jnp.add, masses)[: call.num_tokens]  # in their order
@@ -109,7 +111,7 @@ def gradients(
     sums, total = walk(kernel_call, factors, _candidates.place_candidates(kernel_call, factors, rows), active, dweight)
     gradients = _chunks.sum_dhidden(sums, call), total
     if rows.uniform is not None:
-        gradients = _mean.add_gradients(operands, call, rows.uniform, *gradients)
+        gradients = _mean_logit.add_gradients(operands, call, rows.uniform, *gradients)
     return Primals(*gradients)
 
 

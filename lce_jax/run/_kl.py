@@ -311,8 +311,8 @@ class KLPart(NamedTuple):
 
         dweight is in the weight's dtype, and the others are in the statistics' dtype.
         """
-        live, wrong = self.rows.student.where, _find_wrong_rows(self.rows)
-        counts = live if wrong is None else ~wrong if live is None else live & ~wrong
+        unmasked, wrong = self.rows.student.where, _find_wrong_rows(self.rows)
+        counts = unmasked if wrong is None else ~wrong if unmasked is None else unmasked & ~wrong
         factor = _logprobs.compute_row_factor(self.call, self.scales.student.derivative)
         coefficients: Any
         if sums is None:
@@ -326,7 +326,7 @@ class KLPart(NamedTuple):
         if gradients.hidden is None:
             return gradients
         dhidden = self._restore_order(gradients.hidden)
-        return gradients._replace(hidden=dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0))
+        return gradients._replace(hidden=dhidden if unmasked is None else jnp.where(unmasked[:, None], dhidden, 0.0))
 
     @property
     def _row_scales(self) -> tuple[Any, Any]:
@@ -335,10 +335,10 @@ class KLPart(NamedTuple):
         each = (_logprobs.compute_row_scale(head, x.inverse_temperature) for head, x in pairs)
         return Pair(*each).ordered(self.plan.student_first)
 
-    def _mixture(self, stats: KLStatistics, live: Bool[Array, "T"] | None) -> Mixture:
+    def _mixture(self, stats: KLStatistics, unmasked: Bool[Array, "T"] | None) -> Mixture:
         weights = self.rows.student.weights
         assert weights is not None
-        return _kl.mixture(stats, self._row_scales[1], weights, live, self._contrast.slope)
+        return _kl.mixture(stats, self._row_scales[1], weights, unmasked, self._contrast.slope)
 
     @property
     def _contrast(self) -> _kl.Contrast:

@@ -277,7 +277,7 @@ def _compute_per_token(call: Call, function: Callable[..., Any], *operands: Any)
     if call.implementation != mosaic.NAME:
         return function(*operands)
     run, arrays = bind_scalars(function, operands)
-    return mosaic.per_token(call, run, *arrays)
+    return mosaic.compute_per_token(call, run, *arrays)
 
 
 def bind_scalars(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:

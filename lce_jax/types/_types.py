@@ -509,5 +509,5 @@ def candidate_notes(call: Call) -> tuple[str, ...]:
     """Returns the plan's note on the bytes that candidates add."""
     if not call.num_candidates:
         return ()
-    in_pass, kept = format_bytes(call.candidate_bytes), format_bytes(call.candidate_bytes // 3)
-    return (f"{call.num_candidates} candidates per token add {in_pass} to each pass and {kept} to what is kept",)
+    in_pass, saved = format_bytes(call.candidate_bytes), format_bytes(call.candidate_bytes // 3)
+    return (f"{call.num_candidates} candidates per token add {in_pass} to each pass and {saved} to what is kept",)

@@ -150,7 +150,7 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
 
     def add(running: _kl.RunningKL, tile: LogitTile, cache: TileCache | None) -> tuple[_kl.RunningKL, TileCache | None]:
         x, scales = _unscaled_logits(plan, tile).ordered(plan.student_first), _row_scales(plan, tile.tokens)
-        stats = _kl.tile_statistics(x, scales, tile.live)
+        stats = _kl.tile_statistics(x, scales, tile.unpadded)
         if cache is not None and tile.index is not None:
             ratios = Ratios.of(x, stats.references, scales)
             values = _kl.encode_ratios(ratios, plan.cached_dtypes, plan.direction)
@@ -177,7 +177,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     def add(running: tuple[MixtureSums, MixtureSums], tile: LogitTile) -> tuple[MixtureSums, MixtureSums]:
         x, scales = _unscaled_logits(plan, tile).ordered(plan.student_first), _row_scales(plan, tile.tokens)
         sums, errors = running
-        return _statistics.add_compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.live, contrast), errors)
+        return _statistics.add_compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.unpadded, contrast), errors)
 
     return jax.tree.map(jnp.add, *plan.walk.fold(shard, empty, add))
 
@@ -201,7 +201,7 @@ def gradients(
             d = _kl.dlogits(ratios, tile.rows, plan.student_first)
         if call.logit_softcap is not None:
             d = d * _logprobs.cap_derivative(x())
-        return (d if tile.live is None else jnp.where(tile.live[None, :], d, 0.0)).astype(call.stat_dtype)
+        return (d if tile.unpadded is None else jnp.where(tile.unpadded[None, :], d, 0.0)).astype(call.stat_dtype)
 
     if cache is None:
         return plan.walk.gradients(shard, functools.partial(dlogits, cache=None))

@@ -63,7 +63,7 @@ def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tupl
 
     def add(running: Running, tile: LogitTile, cache: TileCache | None) -> tuple[Running, TileCache | None]:
         (x, row_scale), (targets, *more) = _logits(call, tile), tile.rows.shift(tile.start)
-        stats, e = _logprobs.tile_statistics(x, row_scale, targets, tile.live, call, *more)
+        stats, e = _logprobs.tile_statistics(x, row_scale, targets, tile.unpadded, call, *more)
         if cache is not None and tile.index is not None:
             cache = cache.write(tile, [_logprobs.encode_exponentials(e, _walk.gradient_dtype(call))], [stats.max])
         return running.add(stats, row_scale), cache
@@ -96,10 +96,12 @@ def gradients(
         rows = tile.rows.coefficients
         if cache is None or tile.index is None:
             (x, row_scale), (targets, *more) = _logits(call, tile), tile.rows.shift(tile.start)
-            return _logprobs.dlogits_from_logits(x, row_scale, rows, targets, tile.live, call, *more)
+            return _logprobs.dlogits_from_logits(x, row_scale, rows, targets, tile.unpadded, call, *more)
         ((e,), (highest,)), (targets, candidates, _) = cache.read(tile), tile.rows.shift(tile.start)
         row_scale = _logprobs.compute_row_scale(call, tile.tokens[0].inverse_temperature)
-        return _logprobs.dlogits_from_exponentials(e, highest, row_scale, rows, targets, tile.live, call, candidates)
+        return _logprobs.dlogits_from_exponentials(
+            e, highest, row_scale, rows, targets, tile.unpadded, call, candidates
+        )
 
     if operands.candidates is not None and rows.candidates is not None:
         operands, rows = _logprobs.merge_repeated_candidates(operands, rows)

@@ -67,8 +67,8 @@ def find_largest(operands: Operands, call: Call) -> Largest:
         if chunk.bias is not None:
             sign = np.sign(call.logit_scale) if raw_scale is None else jnp.sign(raw_scale)[:, None]
             raw = raw + chunk.bias[None, :] * sign
-        live = _logprobs.unpadded_columns(0, call.columns, chunk.num_columns)
-        raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
+        unpadded = _logprobs.unpadded_columns(0, call.columns, chunk.num_columns)
+        raw = raw if unpadded is None else jnp.where(unpadded[None, :], raw, -jnp.inf)
         products, ids = _largest.largest(raw, min(call.top_k, call.columns))
         capped = None
         if call.logit_softcap is not None:

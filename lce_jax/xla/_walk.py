@@ -136,7 +136,7 @@ class LogitTile(NamedTuple):
     first: Any  # the tile's first token
     heads: tuple[Head, ...]
     start: Any  # the tile's first column
-    live: Bool[Array, "v"] | None  # whether a column is not padding; None: no column is padding
+    unpadded: Bool[Array, "v"] | None  # whether a column is not padding; None: no column is padding
     index: Any  # the tile's index among the cached tiles; None: not cached
 
     def products(self) -> tuple[Float[Array, "t v"], ...]:
@@ -259,14 +259,14 @@ class Walk:
 
     def _tile(self, shard: Shard, start: Any, size: int, is_cached: bool) -> LogitTile:
         """Returns the tile of all tokens and the ``size`` columns from ``start`` on."""
-        live = _logprobs.unpadded_columns(start, size, shard.num_columns)
+        unpadded = _logprobs.unpadded_columns(start, size, shard.num_columns)
         index = (start + (self.tile_v - 1)) // self.tile_v if is_cached else None
         heads = []
         for call, head in zip(self.calls, shard.heads, strict=True):
             weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=call.vocab_dim)
             others = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), head[1:])
             heads.append(Head(weight, *others))
-        return LogitTile(self.calls, shard.tokens, shard.rows, 0, tuple(heads), start, live, index)
+        return LogitTile(self.calls, shard.tokens, shard.rows, 0, tuple(heads), start, unpadded, index)
 
 
 def gradient_dtype(call: Call) -> jnp.dtype:
@@ -284,9 +284,9 @@ def gradient_products(
     head, dhidden, dweight, dbias, dadapter = tile.heads[0], None, None, None, None
     if head.bias is not None and call.gradients.bias:
         dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
-    head = head._replace(weight=_logprobs.zero_padding(head.weight, tile.live, call))
-    if head.adapter is not None and tile.live is not None:
-        head = head._replace(adapter=jnp.where(tile.live[:, None], head.adapter, jnp.zeros((), call.dtype)))
+    head = head._replace(weight=_logprobs.zero_padding(head.weight, tile.unpadded, call))
+    if head.adapter is not None and tile.unpadded is not None:
+        head = head._replace(adapter=jnp.where(tile.unpadded[:, None], head.adapter, jnp.zeros((), call.dtype)))
     operands = d, head, tile.tokens[0].hidden
     d, head, hidden = jax.tree.map(lambda x: x.astype(gradient_dtype(call)), operands)
     hidden, u = call.split(hidden)

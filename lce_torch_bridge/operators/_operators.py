@@ -83,8 +83,8 @@ def run_forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: b
     if by_jax is not None:
         if by_jax.reason is not None:
             way.refuse(by_jax.reason)
-        elif way.direct and (found := _direct_kl.forward(x, call, keep and call.keeps_tiles, way)) is not None:
-            return found
+        elif way.direct and (results := _direct_kl.forward(x, call, keep and call.keeps_tiles, way)) is not None:
+            return results
         return by_jax.forward(x, call, keep)
     keep = keep and call.keeps_tiles
     results = _passes.forward(x, call, keep, way) if way.direct else None
@@ -129,9 +129,9 @@ def run_backward(
             way.refuse(by_jax.reason)
         elif way.direct:
             (seed,) = cotangents.values()
-            found = _direct_kl.gradients(x, list[Any](residuals), seed, requested_gradients, call, sums, way)
-            if found is not None:
-                return found
+            gradients = _direct_kl.gradients(x, list[Any](residuals), seed, requested_gradients, call, sums, way)
+            if gradients is not None:
+                return gradients
         return by_jax.gradients(x, residuals, cotangents, requested_gradients, call)
     tensors = [y for y in residuals if isinstance(y, torch.Tensor)]
     saved, *cache = tensors

@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def begin_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets what a process forgets when it ends."""
-    monkeypatch.setattr(_generations, "FOUND", {})
+    monkeypatch.setattr(_generations, "FAULTS", {})
     monkeypatch.setattr(_first_call, "_recalled", {})
 
 

@@ -186,7 +186,7 @@ def test_the_first_call_checks_itself(right: bool, monkeypatch: pytest.MonkeyPat
         plan = lce_jax.explain(hidden, weight, rows["labels"])
     assert (plan.implementation == "mosaic_gpu") == right
     assert right or f"its first call on {device.device_kind} is off by" in plan.refused["mosaic_gpu"]
-    (found,) = [reason for (of, _, _), reason in _generations.FOUND.items() if of is generation]
+    (found,) = [reason for (of, _, _), reason in _generations.FAULTS.items() if of is generation]
     assert (found is None) == right
 
 
@@ -201,7 +201,7 @@ def test_what_the_first_call_has_compared_is_remembered(
     monkeypatch.setattr(_generations, "RELEASED", (generation,))
     hidden, weight, rows, _ = draw(T=100, H=128, V=1000)
     for compared in (True, False):
-        monkeypatch.setattr(_generations, "FOUND", {})
+        monkeypatch.setattr(_generations, "FAULTS", {})
         jax.clear_caches()
         with _generations.using(generation):
             plan = lce_jax.explain(hidden, weight, rows["labels"])

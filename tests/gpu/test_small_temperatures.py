@@ -13,23 +13,23 @@ from lce_jax.mosaic import _generations
 from tests.mathematics import test_small_temperatures as of_xla
 from tests.mosaic import test_small_temperatures as of_kernels
 from tests.mosaic.test_interpret import kernels_of
-from tests.mosaic_calls import Call, case_of
+from tests.mosaic_cases import Case, make_call
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("test", of_kernels.CALLS, ids=str)
-def test_kernels(test: Call) -> None:
-    case = dataclasses.replace(case_of(test), device=_dispatch.current_device())
-    if (reason := mosaic.supports(case)) is not None:
+@pytest.mark.parametrize("test", of_kernels.CASES, ids=str)
+def test_kernels(test: Case) -> None:
+    call = dataclasses.replace(make_call(test), device=_dispatch.current_device())
+    if (reason := mosaic.supports(call)) is not None:
         pytest.skip(reason)
     with _generations.using(kernels_of(test)):
-        of_kernels.check(test, case)
+        of_kernels.check(test, call)
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "random"])
 @pytest.mark.parametrize("name", of_xla.OPTIONS)
 def test_xla(name: str, greedy: bool) -> None:
     problem = of_xla.draw(greedy, **of_xla.OPTIONS[name])
-    call = functools.partial(linear_logprobs, implementation="xla", precision="highest")
-    of_xla.assert_as_exact_as_stored(problem, of_xla.gradients(problem, call))
+    logprobs = functools.partial(linear_logprobs, implementation="xla", precision="highest")
+    of_xla.assert_as_exact_as_stored(problem, of_xla.gradients(problem, logprobs))

@@ -15,12 +15,12 @@ from lce_jax.call import _dispatch
 from lce_jax.mosaic import _generations
 from lce_jax.types import _types
 from tests.mosaic.test_mma import LIVE
-from tests.mosaic.test_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
-from tests.mosaic_calls import Call, budget_of, call, case_of
+from tests.mosaic.test_threshold import CASES, check_active_tiles, kernels_of, with_threshold
+from tests.mosaic_cases import Case, budget_of, case, make_call
 
 pytestmark = pytest.mark.gpu
 
-LARGER = call("many batches", T=3000, V=5000, H=512, chunk=1, num_rows=2900, stats=True, temperature=True)
+LARGER = case("many batches", T=3000, V=5000, H=512, chunk=1, num_rows=2900, stats=True, temperature=True)
 
 
 WITH_CANDIDATES = dataclasses.replace(
@@ -32,15 +32,15 @@ WITH_CANDIDATES = dataclasses.replace(
 OF_WHOLE_ATOMS = dataclasses.replace(WITH_CANDIDATES, V=4992)
 
 
-@pytest.mark.parametrize("test", [*CALLS, LARGER, WITH_CANDIDATES], ids=str)
-def test_live_tiles_alone(test: Call) -> None:
+@pytest.mark.parametrize("test", [*CASES, LARGER, WITH_CANDIDATES], ids=str)
+def test_active_tiles_alone(test: Case) -> None:
     with _generations.using(kernels_of(with_threshold(test))):  # small batches
         check_case(test)
 
 
 @pytest.mark.parametrize("kernels", [name for name in KERNELS if name != "wgmma"])
 @pytest.mark.parametrize("test", [*LIVE, dataclasses.replace(LARGER, V=4992), OF_WHOLE_ATOMS], ids=str)
-def test_kernels_of_other_generations(test: Call, kernels: str) -> None:
+def test_kernels_of_other_generations(test: Case, kernels: str) -> None:
     """A Hopper GPU runs mma.sync and cp.async too."""
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("Hopper alone runs the instructions of all generations")
@@ -50,11 +50,11 @@ def test_kernels_of_other_generations(test: Call, kernels: str) -> None:
         check_case(test)
 
 
-def check_case(test: Call) -> None:
-    case = dataclasses.replace(case_of(with_threshold(test)), device=_dispatch.current_device())
-    if (reason := mosaic.supports(case)) is not None:
+def check_case(test: Case) -> None:
+    call = dataclasses.replace(make_call(with_threshold(test)), device=_dispatch.current_device())
+    if (reason := mosaic.supports(call)) is not None:
         pytest.skip(reason)
-    check_live_tiles(with_threshold(test), case)
+    check_active_tiles(with_threshold(test), call)
 
 
 def test_memory_is_that_of_the_exact_gradients() -> None:

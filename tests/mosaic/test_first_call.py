@@ -31,7 +31,7 @@ CALL = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.a
 @pytest.fixture(autouse=True)
 def a100(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's CPU counts as an A100."""
-    monkeypatch.setattr(_generations, "FOUND", {})
+    monkeypatch.setattr(_generations, "FAULTS", {})
     monkeypatch.setattr(_dispatch, "current_device", lambda *_, **__: DEVICE)
     monkeypatch.setattr(_first_call, "list_devices", lambda _: jax.local_devices())
 
@@ -59,7 +59,7 @@ def test_right_kernels_are_used(caplog: pytest.LogCaptureFixture) -> None:
     plan = explain(*CALL)
     assert plan.implementation == "mosaic_gpu"
     assert plan.notes[-1].endswith(COMPARED)
-    assert list(_generations.FOUND.values()) == [None]
+    assert list(_generations.FAULTS.values()) == [None]
     assert not caplog.records
 
 
@@ -143,11 +143,11 @@ def test_two_heads_are_compared_when_a_call_has_them(
     monkeypatch.setattr(_first_call, "V", 640)
     monkeypatch.setattr(_first_call, "CACHE_BYTES", (300_000, 500_000))  # one of three tiles
     divergence()
-    assert [(heads, reason) for (_, _, heads), reason in _generations.FOUND.items()] == [(1, None), (2, None)]
+    assert [(heads, reason) for (_, _, heads), reason in _generations.FAULTS.items()] == [(1, None), (2, None)]
     assert explain(*CALL).notes[-1].endswith(COMPARED)
     assert not caplog.records
-    for key in [key for key in _generations.FOUND if key[2] == 2]:
-        del _generations.FOUND[key]
+    for key in [key for key in _generations.FAULTS if key[2] == 2]:
+        del _generations.FAULTS[key]
     jax.clear_caches()
     monkeypatch.setattr(owner, name, fault)
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_whatever_is_around_the_call(name: str, by_xla: list[Any]) -> None:
     compared = len(by_xla)
     jax.eval_shape(AROUND[name], *CALL)
     assert len(by_xla) == compared > 0
-    assert list(_generations.FOUND.values()) == [None]
+    assert list(_generations.FAULTS.values()) == [None]
 
 
 def test_devices_of_others_are_not_checked(monkeypatch: pytest.MonkeyPatch, by_xla: list[Any]) -> None:

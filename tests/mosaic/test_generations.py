@@ -28,7 +28,7 @@ DESCRIBED = {
 }
 
 
-def case(device: Device) -> Call:
+def make_call(device: Device) -> Call:
     return Call(num_tokens=512, hidden_size=1024, columns=32000, dtype=jnp.dtype("bfloat16"), device=device)
 
 
@@ -47,7 +47,7 @@ def case(device: Device) -> Call:
 )
 def test_the_device_picks_the_generation(device: Device, generation: Generation | None) -> None:
     assert _generations.serving(device) is generation
-    assert (mosaic.supports(case(device)) is None) == (generation is not None)
+    assert (mosaic.supports(make_call(device)) is None) == (generation is not None)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_device_picks_the_generation(device: Device, generation: Generation 
     ],
 )
 def test_a_refusal_names_the_device_and_every_generation(device: Device, reason: str) -> None:
-    said = mosaic.supports(case(device)) or ""
+    said = mosaic.supports(make_call(device)) or ""
     assert reason in said
     assert device.core_count == 0 < len(device.kind) or all(x in said for x in ("8.0", "8.6", "8.9", "9.0", "12.0"))
 
@@ -69,7 +69,7 @@ def test_the_kernel_language_is_imported_with_the_first_kernel() -> None:
     """The import takes half a second. Neither a program without kernels nor a plan pays it."""
     code = (
         "import sys, jax.numpy as jnp, lce_jax; from lce_jax import mosaic; from tests.mosaic import test_generations;"
-        "mosaic.plan(test_generations.case(test_generations.H200));"
+        "mosaic.plan(test_generations.make_call(test_generations.H200));"
         "lce_jax.explain(jnp.ones((8, 64)), jnp.ones((256, 64)), jnp.zeros((8,), int));"
         "print([name for name in sys.modules if name.startswith('jax.experimental.pallas')])"
     )
@@ -80,7 +80,7 @@ def test_the_kernel_language_is_imported_with_the_first_kernel() -> None:
 def test_kernels_refuse_a_jax_that_they_were_not_tested_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """On such a JAX the other implementations serve, and the reason is told."""
     monkeypatch.setattr(_generations, "JAX_OF_THE_KERNELS", (99, 1, 0))
-    assert mosaic.supports(case(H200)) == f"needs JAX 99.1.0 or newer, this is {jax.__version__}"
-    assert _dispatch.explain(case(H200)).implementation == "xla"
+    assert mosaic.supports(make_call(H200)) == f"needs JAX 99.1.0 or newer, this is {jax.__version__}"
+    assert _dispatch.explain(make_call(H200)).implementation == "xla"
     with pytest.raises(UnsupportedError, match=r'"mosaic_gpu": needs JAX 99\.1\.0'):
-        _dispatch.choose(dataclasses.replace(case(H200), requested=("mosaic_gpu",)))
+        _dispatch.choose(dataclasses.replace(make_call(H200), requested=("mosaic_gpu",)))

@@ -24,10 +24,10 @@ from lce_jax.mosaic.sm90._tuning import Tunings
 from lce_jax.types import _types
 from lce_jax.types._types import LogprobOutput, Operands
 from tests.devices import H200
-from tests.mosaic_calls import CALLS, MULTIPROCESSORS, Call, Oracle, budget_of, check
+from tests.mosaic_cases import CASES, MULTIPROCESSORS, Case, Oracle, budget_of, check
 
 
-def kernels_of(test: Call) -> Generation:
+def kernels_of(test: Case) -> Generation:
     """Hopper with settings that a small call does not get: turns, clusters, several chunks, several launches."""
     tunings = Tunings(short_tokens=1) if test.shared else Tunings(many_row_blocks=1)
     if test.cluster > 1:
@@ -39,7 +39,7 @@ def kernels_of(test: Call) -> Generation:
 
 
 @pytest.fixture(name="test")
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Case]:
     """The call, with its kernels in place of the usual ones and the interpreter in place of a GPU."""
     with _generations.using(kernels_of(request.param)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         yield request.param
@@ -54,8 +54,8 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
     "hv with a narrow",
     "adapter, padding",
 )
-@pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
-def test_matches_float64(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("test", CASES, ids=str, indirect=True)
+def test_matches_float64(test: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     check(test, H200, monkeypatch)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
@@ -73,21 +73,21 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
     targets = jnp.asarray(raw.argmax(1), jnp.int32)
     inverse = None if temperature == 1.0 else jnp.full((T,), 1.0 / temperature, jnp.float32)
     operands = Operands(hidden, weight, targets, inverse, None, None)
-    case = _types.Call(
+    call = _types.Call(
         num_tokens=T, hidden_size=H, columns=V, dtype=jnp.dtype("bfloat16"), **options,
         device=H200._replace(core_count=MULTIPROCESSORS),
     )  # fmt: skip
 
     @jax.jit
     def results(operands: Operands) -> LogprobOutput:
-        stats, _ = mosaic.statistics(operands, case, True)
-        scale = _logprobs.compute_row_scale(case, operands.inverse_temperature)
+        stats, _ = mosaic.statistics(operands, call, True)
+        scale = _logprobs.compute_row_scale(call, operands.inverse_temperature)
         return _logprobs.finish(stats, scale, operands.targets, None, V).outputs
 
     with interpreting(plgpu.InterpretGPUParams()):
         out = results(operands)
     assert np.all(np.asarray(out.logprobs) <= 0)
     assert np.all(np.asarray(out.entropy) >= 0)
-    exact = Oracle(operands, case).statistics()
+    exact = Oracle(operands, call).statistics()
     np.testing.assert_allclose(out.logprobs, exact.target - np.log(exact.sumexp), atol=2e-5 / temperature)
     assert np.asarray(targets >= 512).any()

@@ -27,7 +27,7 @@ def test_both_logarithms_are_exact_to_rounding(beta: float, at: float) -> None:
     distance = np.concatenate([-sizes, [0.0], sizes]).astype(np.float32)
     d = (at + distance.astype(np.float64)).astype(np.float32)
     weights = Pair(jnp.float32(1.0 - beta), jnp.float32(beta))
-    reference, log_at = _kl.MixtureReference.create(jnp.float32(at), weights)
+    reference, log_at = _kl.MixtureReference.create(jnp.float32(at), weights, _kl.log_ratio)
     other = weights.teacher / reference.total
     rows = Reference(weights.student / reference.total, other, other * reference.ratio, reference.most * LOG2E)
     base_2 = relative_log_ratios(jnp.asarray(d) * LOG2E, jnp.asarray(distance) * LOG2E, rows)

@@ -19,19 +19,19 @@ from lce_jax.run.kernels import trace_for_device
 from lce_jax.types._types import Device
 from tests.devices import H200
 from tests.mosaic.test_lowering import EVERYTHING, lower, lower_adapter
-from tests.mosaic.test_threshold import check_live_tiles, with_threshold
-from tests.mosaic_calls import CALLS, Call, budget_of, call, case_of, check
+from tests.mosaic.test_threshold import check_active_tiles, with_threshold
+from tests.mosaic_cases import CASES, Case, budget_of, case, check, make_call
 from tests.mosaic_interpreter import afresh, races_found
 
 
-def generation_of(test: Call, generation: Generation) -> Generation:
+def generation_of(test: Case, generation: Generation) -> Generation:
     """On the device of the tests, with several chunks and launches."""
     budget = budget_of(test, generation.budget, generation.tiling)
     return dataclasses.replace(generation, budget=budget, compute_capabilities=("9.0",), ran_on=None)
 
 
 @pytest.fixture(name="test")
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Case]:
     test, generation = request.param
     used, lowered = (
         _generations.using(generation_of(test, generation)),
@@ -41,26 +41,26 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
         yield test
 
 
-def is_served(call: Call, generation: Generation) -> bool:
-    whole_parts = (call.options.vocab_part_size or 0) % generation.tiling.atom == 0
-    return generation.machine.has_tma or (call.options.weight_layout == "vh" and whole_parts)
+def is_served(case: Case, generation: Generation) -> bool:
+    whole_parts = (case.options.vocab_part_size or 0) % generation.tiling.atom == 0
+    return generation.machine.has_tma or (case.options.weight_layout == "vh" and whole_parts)
 
 
-def calls(generation: Generation, of: list[Call] = CALLS) -> list[Any]:
+def cases(generation: Generation, of: list[Case] = CASES) -> list[Any]:
     capability = generation.compute_capabilities[0]
-    return [pytest.param((call, generation), id=f"{call}-{capability}") for call in of if is_served(call, generation)]
+    return [pytest.param((case, generation), id=f"{case}-{capability}") for case in of if is_served(case, generation)]
 
 
 # What others have alone, and what differs between the ways of copying.
 @pytest.mark.fast("shared, clusters-12.0", "narrow tiles-8.9")
-@pytest.mark.parametrize("test", [*calls(mma.SM120), *calls(mma.SM89)], indirect=True)
-def test_matches_float64(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("test", [*cases(mma.SM120), *cases(mma.SM89)], indirect=True)
+def test_matches_float64(test: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     check(test, H200, monkeypatch)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("test", calls(mma.SM80, [call("one step too many in flight", T=128, V=256)]), indirect=True)
-def test_a_copy_that_is_not_waited_for_is_a_race(test: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("test", cases(mma.SM80, [case("one step too many in flight", T=128, V=256)]), indirect=True)
+def test_a_copy_that_is_not_waited_for_is_a_race(test: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = plgpu.wait_gmem_to_smem
     monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda n: wait(n + 2), raising=False)
     with pytest.raises(Exception, match="RACE DETECTED"):
@@ -76,16 +76,16 @@ def test_a_copy_that_is_not_waited_for_is_a_race(test: Call, monkeypatch: pytest
     ],
 )
 def test_what_cp_async_cannot_read_is_refused(options: dict[str, Any], reason: str) -> None:
-    case = dataclasses.replace(case_of(call("refused", V=1024)), **options)
+    call = dataclasses.replace(make_call(case("refused", V=1024)), **options)
     with _generations.using(dataclasses.replace(mma.SM89, compute_capabilities=("9.0",), ran_on=None)):
-        assert mosaic.supports(case) == reason
+        assert mosaic.supports(call) == reason
 
 
 def test_two_heads_need_whole_atoms() -> None:
-    case = case_of(call("student", V=264))
+    call = make_call(case("student", V=264))
     with _generations.using(dataclasses.replace(mma.SM89, compute_capabilities=("9.0",))):
-        assert mosaic.supports(case) is None
-        assert mosaic.supports(dataclasses.replace(case, teacher=case)) == "V must be a multiple of 128, got 264"
+        assert mosaic.supports(call) is None
+        assert mosaic.supports(dataclasses.replace(call, teacher=call)) == "V must be a multiple of 128, got 264"
 
 
 HEADS: list[tuple[int, int, int, dict[str, Any]]] = [
@@ -130,23 +130,23 @@ def test_kept_tiles_of_two_heads_go_where_the_gpu_can_send_them(generation: Gene
 
 
 LIVE = [
-    call("several batches, padding, candidates", T=264, V=1152, H=64, num_columns=1100, num_rows=200, chunk=1,
+    case("several batches, padding, candidates", T=264, V=1152, H=64, num_columns=1100, num_rows=200, chunk=1,
          num_candidates=3, temperature=True, stats=True),
-    call("several batches, padding, floor", T=264, V=1152, H=64, num_columns=1100, num_rows=200, chunk=1,
+    case("several batches, padding, floor", T=264, V=1152, H=64, num_columns=1100, num_rows=200, chunk=1,
          has_floor=True, temperature=True, stats=True),
-    call("padding, softcap, no entropy, dweight added, float16", T=136, V=896, H=64, num_columns=600,
+    case("padding, softcap, no entropy, dweight added, float16", T=136, V=896, H=64, num_columns=600,
          logit_softcap=3.0, entropy=False, adds_dweight=True, dtype="float16"),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("test", [*calls(mma.SM120, LIVE), *calls(mma.SM89, LIVE)], indirect=True)
-def test_live_tiles_alone(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("test", [*cases(mma.SM120, LIVE), *cases(mma.SM89, LIVE)], indirect=True)
+def test_active_tiles_alone(test: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     test = with_threshold(test)
-    case = case_of(test)
-    assert mosaic.supports(case) is None
-    check_live_tiles(test, case)
+    call = make_call(test)
+    assert mosaic.supports(call) is None
+    check_active_tiles(test, call)
     assert not races_found()
     assert "RACE DETECTED" not in capfd.readouterr().out

@@ -38,7 +38,7 @@ def test_each_tile_once(lists: int, tiles: int, clusters: int) -> None:
 @pytest.mark.parametrize(
     ("lists", "tiles", "order", "most"),
     [
-        (64, 8, functools.partial(turning_snake_index, BY_KERNEL["live_dhidden"], 66), 1.06),
+        (64, 8, functools.partial(turning_snake_index, BY_KERNEL["active_dhidden"], 66), 1.06),
         (228, 16, functools.partial(longest_first_index, 66), 1.02),
     ],
     ids=["dhidden", "dweight"],

@@ -14,7 +14,7 @@ from lce_jax.types._types import Call, Device
 from tests.devices import B200, H200
 
 
-def case(**changes) -> Call:
+def make_call(**changes) -> Call:
     fields = {
         "num_tokens": 4096, "hidden_size": 4096, "columns": 151936, "dtype": jnp.dtype("bfloat16"),
         "device": H200,
@@ -35,8 +35,8 @@ def case(**changes) -> Call:
     ],
 )
 def test_refusals_say_why(changes: dict, reason: str) -> None:
-    assert mosaic.supports(case()) is None
-    assert reason in (mosaic.supports(case(**changes)) or "")
+    assert mosaic.supports(make_call()) is None
+    assert reason in (mosaic.supports(make_call(**changes)) or "")
 
 
 def test_refused_on_this_machine() -> None:
@@ -59,13 +59,13 @@ def test_plan_on_hopper() -> None:
 
 def test_partial_statistics_stay_small() -> None:
     budget = sm90.HOPPER.budget
-    plan = mosaic.plan(case(num_tokens=131072))
+    plan = mosaic.plan(make_call(num_tokens=131072))
     assert plan.forward_bytes <= budget.statistics_bytes
     for hidden_size in (1024, 2048, 4096, 5120):
-        assert mosaic.plan(case(num_tokens=8192, hidden_size=hidden_size)).backward_bytes <= 0.35e9
-    sums = mosaic.plan(case(num_tokens=65536)).backward_bytes - 65536 * budget.chunk_columns * 2
+        assert mosaic.plan(make_call(num_tokens=8192, hidden_size=hidden_size)).backward_bytes <= 0.35e9
+    sums = mosaic.plan(make_call(num_tokens=65536)).backward_bytes - 65536 * budget.chunk_columns * 2
     assert sums <= 65536 * 4096 * 4  # dhidden in float32, once
-    assert mosaic.plan(case(num_tokens=205280, columns=76032)).backward_bytes < 6 << 30
+    assert mosaic.plan(make_call(num_tokens=205280, columns=76032)).backward_bytes < 6 << 30
 
 
 def test_every_kernel_fits_shared_memory() -> None:

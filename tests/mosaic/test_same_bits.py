@@ -27,7 +27,7 @@ from lce_jax.run.kernels import trace_for_device
 from lce_jax.types._types import Operands
 from lce_torch_bridge.tensors import _padding
 from tests.devices import H200
-from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
+from tests.mosaic_cases import MULTIPROCESSORS, case, make_call
 from tests.mosaic_interpreter import races_found
 from tests.pairs import combined
 from tests.torch.as_gpu import emulated
@@ -107,11 +107,11 @@ def test_shards_of_whole_groups(most: int) -> None:
         return Operands(hidden, weight[shard * size :][:size], targets, inverse, None, columns)
 
     def of(shards: int) -> Any:
-        case = case_of(call("bits", T=T, H=H, V=V // shards, stats=True))
+        call = make_call(case("bits", T=T, H=H, V=V // shards, stats=True))
 
         def run(*given: Operands) -> Any:
-            parts = [mosaic.partial_statistics(each, case)[0] for each in given]
-            return mosaic.merge_statistics(jax.tree.map(lambda *x: jnp.stack(x), *parts), case, inverse, None)
+            parts = [mosaic.partial_statistics(each, call)[0] for each in given]
+            return mosaic.merge_statistics(jax.tree.map(lambda *x: jnp.stack(x), *parts), call, inverse, None)
 
         with interpreting(plgpu.InterpretGPUParams()):
             return jax.jit(run)(*(operands(shards, shard) for shard in range(shards)))
@@ -124,11 +124,11 @@ def test_shards_of_whole_groups(most: int) -> None:
 
 def test_a_function_of_a_few_numbers_per_token() -> None:
     """For any number of tokens; without races, but for equal numbers that two blocks write where there are 200."""
-    case = case_of(call("a few", V=256))
+    call = make_call(case("a few", V=256))
     for count in (3, 256, 200):
         temperature = jnp.asarray(np.random.default_rng(4).uniform(0.1, 3.0, count), jnp.float32).at[1].set(-1.0)
         with interpreting(plgpu.InterpretGPUParams(detect_races=count != 200)):
-            found = jax.jit(lambda x: mosaic.per_token(case, _logprobs.invert_temperature, x))(temperature)
+            found = jax.jit(lambda x: mosaic.compute_per_token(call, _logprobs.invert_temperature, x))(temperature)
         assert count == 200 or not races_found()
         np.testing.assert_allclose(found, _logprobs.invert_temperature(temperature), rtol=1e-6)
 

@@ -24,32 +24,32 @@ from tests import cases, oracle
 from tests.mathematics.test_numerics import plain
 from tests.mathematics.test_small_temperatures import PADDING, TEMPERATURES
 from tests.mosaic.test_interpret import kernels_of
-from tests.mosaic_calls import Call, call, case_of, coefficients, traced
+from tests.mosaic_cases import Case, case, coefficients, make_call, traced
 from tests.mosaic_interpreter import afresh
 
 EACH = 17
 SHAPE = {"T": EACH * (len(TEMPERATURES) + 1), "H": 64, "V": 520}
-CALLS = [
-    call("recomputed, greedy", **SHAPE, entropy=False),
-    call("half a cache, greedy", **SHAPE, cache_bytes=100_000),
-    call("half a cache, softcap, random", **SHAPE, cache_bytes=100_000, logit_softcap=5.0),
-    call("threshold, stats, greedy", **SHAPE, gradient_threshold=1e-3, stats=True),
-    call("threshold, softcap, random", **SHAPE, gradient_threshold=1e-3, logit_softcap=5.0),
-    call("columns that no kernel covers, greedy", **SHAPE | {"V": 517}, num_columns=400),
-    call("columns that no kernel covers, random", **SHAPE | {"V": 517}, num_columns=400),
-    call("candidates, cache, random", **SHAPE, cache_bytes=1 << 30, num_candidates=3, num_columns=500),
+CASES = [
+    case("recomputed, greedy", **SHAPE, entropy=False),
+    case("half a cache, greedy", **SHAPE, cache_bytes=100_000),
+    case("half a cache, softcap, random", **SHAPE, cache_bytes=100_000, logit_softcap=5.0),
+    case("threshold, stats, greedy", **SHAPE, gradient_threshold=1e-3, stats=True),
+    case("threshold, softcap, random", **SHAPE, gradient_threshold=1e-3, logit_softcap=5.0),
+    case("columns that no kernel covers, greedy", **SHAPE | {"V": 517}, num_columns=400),
+    case("columns that no kernel covers, random", **SHAPE | {"V": 517}, num_columns=400),
+    case("candidates, cache, random", **SHAPE, cache_bytes=1 << 30, num_candidates=3, num_columns=500),
 ]
 
 
 @pytest.fixture(name="test")
-def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
     afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     with _generations.using(kernels_of(request.param)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         yield request.param
 
 
-def draw(test: Call) -> tuple[Operands, list[jax.Array], jax.Array]:
+def draw(test: Case) -> tuple[Operands, list[jax.Array], jax.Array]:
     """Operands, cotangents in proportion to the temperature, and the temperature."""
     rng = np.random.default_rng(0)
     columns = test.V if test.num_columns is None else test.num_columns
@@ -76,21 +76,21 @@ def draw(test: Call) -> tuple[Operands, list[jax.Array], jax.Array]:
     return operands, seeds, jnp.asarray(temperature, float32)
 
 
-def of_kernels(test: Call, case: _types.Call, operands: Operands, seeds: list[jax.Array]) -> Any:
+def of_kernels(test: Case, call: _types.Call, operands: Operands, seeds: list[jax.Array]) -> Any:
     cotangent = Results(LogprobOutput(*seeds[:3], candidate_logprobs=(*seeds, None)[3]))
 
     def run(operands: Operands) -> Any:
-        stats, cache = mosaic.statistics(operands, case, True)
-        if case.gradient_threshold:
-            cache, dropped = mosaic.select_tiles(case, cache, Normalizer(stats.max, stats.sumexp), None)
+        stats, cache = mosaic.statistics(operands, call, True)
+        if call.gradient_threshold:
+            cache, dropped = mosaic.select_tiles(call, cache, Normalizer(stats.max, stats.sumexp), None)
             assert (dropped is not None) == test.options.stats
         rows = coefficients(test, stats, cotangent, operands)
-        return mosaic.gradients(operands, case, rows, cache)[:2]
+        return mosaic.gradients(operands, call, rows, cache)[:2]
 
     return traced(run, operands)
 
 
-def of_stored_logits(test: Call, operands: Operands, seeds: list[jax.Array], options: Any) -> Any:
+def of_stored_logits(test: Case, operands: Operands, seeds: list[jax.Array], options: Any) -> Any:
     """Their gradient in float32, rounded once to the weight's dtype, as the kernels' is."""
     hidden, weight = (x.astype(jnp.float32) for x in operands[:2])
     raw = jnp.matmul(hidden, weight.T, precision="highest")
@@ -106,12 +106,12 @@ def of_stored_logits(test: Call, operands: Operands, seeds: list[jax.Array], opt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
-def test_gradients(test: Call) -> None:
-    check(test, case_of(test))
+@pytest.mark.parametrize("test", CASES, ids=str, indirect=True)
+def test_gradients(test: Case) -> None:
+    check(test, make_call(test))
 
 
-def check(test: Call, case: _types.Call) -> None:
+def check(test: Case, call: _types.Call) -> None:
     operands, seeds, temperature = draw(test)
     options = {"temperature": temperature, "logit_softcap": test.options.logit_softcap, "vocab_size": test.num_columns}
     options["candidates"] = operands.candidates
@@ -122,7 +122,7 @@ def check(test: Call, case: _types.Call) -> None:
         exact = [*np.split(true[0], len(TEMPERATURES) + 1)[:-1], true[1]]
         return np.array([oracle.relative_norm(*pair) for pair in zip(groups, exact, strict=True)])
 
-    found = of_kernels(test, case, operands, seeds)
+    found = of_kernels(test, call, operands, seeds)
     assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in found)
     assert not np.asarray(found[0])[-EACH:].any()
     ours, stored = errors(*found), errors(*of_stored_logits(test, operands, seeds, options))

@@ -20,7 +20,7 @@ from tests import one_device_shards, oracle
 from tests.devices import H200
 from tests.mosaic.test_lowering import lower
 from tests.mosaic.test_same_bits import FIELDS
-from tests.mosaic_calls import call, case_of
+from tests.mosaic_cases import case, make_call
 from tests.pairs import values_of
 
 T, H = 16, 64
@@ -70,7 +70,7 @@ def test_any_number_of_shards(part: int, parts: int, columns: int, shards: tuple
 def test_where_tiles_and_groups_lie(V: int, part: int) -> None:
     """As a walk over the parts finds them."""
     tile, group = HOPPER.tiling.tile, _chunks.GROUP
-    shape = make_geometry(case_of(call("", V=V, vocab_part_size=part)), HOPPER.tiling)
+    shape = make_geometry(make_call(case("", V=V, vocab_part_size=part)), HOPPER.tiling)
     parts = [range(start, min(start + part, V), tile) for start in range(0, V, part)]
     columns = [column for each in parts for column in each]
     firsts = [columns.index(each[i]) for each in parts for i in range(0, len(each), group)]

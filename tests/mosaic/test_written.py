@@ -18,7 +18,7 @@ from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests.mosaic.test_interpret import kernels_of
-from tests.mosaic_calls import call, case_of, draw, traced
+from tests.mosaic_cases import case, draw, make_call, traced
 from tests.mosaic_interpreter import afresh
 from tests.pairs import combined
 
@@ -48,24 +48,24 @@ def test_every_element_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     V, layout, gradient_threshold = head
-    test = call(
+    test = case(
         "written", T=40, H=64, V=V, num_columns=true_columns, num_rows=rows, chunk=1,
         traced_columns=traced_columns and true_columns is not None,
         gradient_threshold=gradient_threshold, cache_bytes=cache_bytes, weight_layout=layout,
     )  # fmt: skip
     afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    case = case_of(test)
-    assert mosaic.supports(case) is None
+    call = make_call(test)
+    assert mosaic.supports(call) is None
     operands, cotangent = draw(test)
     counts = None if rows is None else jnp.arange(test.T) < rows
 
     def results(operands: Any, cotangent: Any) -> Any:
-        stats, cache = mosaic.statistics(operands, case, True)
+        stats, cache = mosaic.statistics(operands, call, True)
         if gradient_threshold:
-            cache, _ = mosaic.select_tiles(case, cache, Normalizer(stats.max, stats.sumexp), rows)
+            cache, _ = mosaic.select_tiles(call, cache, Normalizer(stats.max, stats.sumexp), rows)
         coefficients = _logprobs.row_coefficients(stats, cotangent, 1.0, 1.0, counts, test.options, true_columns or V)
-        return stats, mosaic.gradients(operands, case, coefficients, cache)
+        return stats, mosaic.gradients(operands, call, coefficients, cache)
 
     with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams()):
         stats, (dhidden, dweight, *_) = traced(results, operands, cotangent)

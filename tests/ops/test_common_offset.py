@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import lce_torch_bridge
 from lce_jax import explain, linear_cross_entropy, linear_logprobs, linear_topk, sharded_linear_topk
-from lce_jax.mosaic import _mean
+from lce_jax.mosaic import _mean_logit
 from lce_jax.types._types import Operands
 from tests.sharding_cases import mesh_of
 
@@ -51,7 +51,7 @@ def test_a_smoothed_loss_is_off_by_what_limits_say(exponent: int) -> None:
         # The kernels' mean, a product of hidden with the sum of the weight's rows.
         operands = Operands(jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels), None, None, None)
         call = explain(hidden, weight, labels, label_smoothing=SMOOTHING).call
-        mean = np.asarray(_mean.total(operands, call), np.float64) / V
+        mean = np.asarray(_mean_logit.total(operands, call), np.float64) / V
         assert SMOOTHING * np.max(np.abs(mean - z.mean(1) - offset)) < bound
 
 

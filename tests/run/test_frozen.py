@@ -114,7 +114,11 @@ def test_no_product(way: str, implementation: str) -> None:
 
     both, of_hidden, of_weight = map(program, ((0, 1), 0, 1))
     if implementation == "mosaic_gpu":
-        names = ("name=lce_dhidden", "name=lce_dweight") if "threshold" not in way else ("live_dhidden", "live_dweight")
+        names = (
+            ("name=lce_dhidden", "name=lce_dweight")
+            if "threshold" not in way
+            else ("lce_active_dhidden", "lce_active_dweight")
+        )
         assert [[text.count(name) > 0 for name in names] for text in (both, of_hidden, of_weight)] == [
             [True, True], [True, False], [False, True]
         ]  # fmt: skip

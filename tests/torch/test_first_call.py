@@ -30,7 +30,7 @@ from tests.torch.as_gpu import Program, emulated
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     """This machine's CPU counts as an A100."""
-    monkeypatch.setattr(_generations, "FOUND", {})
+    monkeypatch.setattr(_generations, "FAULTS", {})
     jax.clear_caches()  # kernels without a fault
     kernels.traced.cache_clear()
     small_check(monkeypatch, _first_call, 128, 128)
@@ -44,7 +44,7 @@ def test_right_kernels_are_launched(programs: list[Program], caplog: pytest.LogC
         out = linear_logprobs(*leaves)
     assert programs
     linear_logprobs(*leaves).logprobs.sum().backward()
-    assert list(_generations.FOUND.values()) == [None]
+    assert list(_generations.FAULTS.values()) == [None]
     launch_with("jax")
     assert p.value_error(out.lse, linear_logprobs(*leaves, implementation="xla").lse) < 1e-4
     assert not caplog.records
@@ -57,7 +57,7 @@ def test_what_a_direct_launch_has_compared_is_remembered(monkeypatch: pytest.Mon
     assert _passes.launches_kernels(Way(direct=True, required=False), torch.device("cpu"))
     (file,) = tmp_path.glob("*.json")
     assert json.loads(file.read_text())["compared_by"] == "PyTorch"
-    monkeypatch.setattr(_generations, "FOUND", {})  # as in another process
+    monkeypatch.setattr(_generations, "FAULTS", {})  # as in another process
     monkeypatch.setattr(_first_call, "compare", lambda *_: pytest.fail("it is remembered"))
     assert _passes.launches_kernels(Way(direct=True, required=False), torch.device("cpu"))
 
@@ -95,7 +95,7 @@ def test_ranks_tell_each_other_what_it_finds(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(_first_call, "compare", raising)
     assert not _passes.launches_kernels(Way(direct=True, required=False), torch.device("cpu"))
-    (found,) = _generations.FOUND.values()
+    (found,) = _generations.FAULTS.values()
     assert found is not None
     assert "raised OutOfMemoryError: no room" in found
 

@@ -34,7 +34,7 @@ from lce_jax.mosaic.common._heads import (
     relative_log_ratio,
     relative_signs,
 )
-from lce_jax.mosaic.common._logits import AccumulatorLayout
+from lce_jax.mosaic.common._logits import AccumulatorLayout, differentiate_softcap
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, ceil_div, swizzled
 from lce_jax.types._types import Call
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
 
-ROWS = 64  # of a block
-COLUMNS = 128  # of a block
+ROWS = 64  # rows of a block
+COLUMNS = 128  # columns of a block
 BLOCK = (ROWS, COLUMNS)
 ACCUMULATOR = AccumulatorLayout(ROWS)
 PER_TILE = TILE_N // COLUMNS
-RESERVED_BYTES = 1 << 10  # of shared memory, which the system reserves in each kernel block
+RESERVED_BYTES = 1 << 10  # shared memory that the system reserves in each kernel block
 STAGES = 2
 SLOTS = 2  # staging slots
 
@@ -89,8 +89,8 @@ class BlockWalk:
 class Block:
     """The place of a block."""
 
-    row: Any  # in blocks
-    column: Any  # in blocks, from the span's first column on
+    row: Any  # the number of the row of blocks
+    column: Any  # the number of the column of blocks, from the span's first column on
     tile: Any  # the number of its vocabulary tile in the shard
 
     @property
@@ -245,7 +245,7 @@ def _block_gradient(call: Call, refs: Refs, span: Span, block: Block, values: Se
     row_scale, highest = load(refs.row_scale), load(refs.tile_max.at[block.tile])
     e, log2_e = decode_exponentials(values[0], refs.output.dtype)
     d = _gradient(e, log2_e, rows, (highest - rows.max) * row_scale)
-    d = d if call.logit_softcap is None else d * cap_derivative(log2_e, highest, row_scale)
+    d = _differentiate_softcap(call, d, log2_e, highest, row_scale)
     return ACCUMULATOR.put_target(d, rows, label, holds)
 
 
@@ -267,13 +267,14 @@ def _gradient(e: Array, log2_e: Array, rows: RowFactors, down: Array) -> Array:
     return e * (along(rows.constant * factor + rows.slope * (down * factor)) + along(rows.slope * factor) * log2_e)
 
 
-def cap_derivative(u: Array, highest: Array, row_scale: Array) -> Array:
-    """Computes the 1 - tanh² of eq. 5, where ``u`` is the logit minus the ``highest``, times the scale, in base 2.
+def _differentiate_softcap(call: Call, d: Array, u: Array, highest: Array, row_scale: Array) -> Array:
+    """Turns ``d`` into the gradient in the raw products (eq. 5). ``u``: (x - highest)·scale, in base 2.
 
     In masked rows the scale is 0, e is 1, and everything else 0.
     """
-    tanh = along(highest) + u * along(1.0 / jnp.maximum(row_scale, 1e-30))
-    return 1.0 - tanh * tanh
+    if call.logit_softcap is None:
+        return d
+    return differentiate_softcap(call, d, along(highest) + u * along(1.0 / jnp.maximum(row_scale, 1e-30)))
 
 
 def cached_kl_dlogits(
@@ -314,6 +315,23 @@ def _kl_kernel(
     walk_blocks(generation, BlockWalk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
 
 
+class KLBlock(NamedTuple):
+    """The cached values of a block (`mathematics._kl.CachedRatios`), and the numbers per row of its tile."""
+
+    e: Array
+    log2_e: Array
+    ratio: Array
+    k_p: Array  # the k of eq. 0 in base 2
+    k_q: Array
+    max_p: Array  # the tile's `KLStatistics.references`
+    max_q: Array
+    at_p: Array
+
+    def down(self, rows: KLCoefficients | MixtureFactors) -> tuple[Array, Array]:
+        """Computes the dᵢ of eq. 2 of both heads."""
+        return (self.max_p - rows.max_p) * self.k_p, (self.max_q - rows.max_q) * self.k_q
+
+
 def _kl_block_gradient(
     call: Call,
     direction: Direction,
@@ -327,30 +345,59 @@ def _kl_block_gradient(
     load = functools.partial(ACCUMULATOR.load_rows, rows=block.rows)
     k_p, k_q = map(load, row_scales)
     max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))
-    rows: KLCoefficients | MixtureFactors
-    rows = (
-        load_fields(MixtureFactors, factors, load)
-        if direction in RATIOS
-        else load_fields(KLCoefficients, factors, load)
-    )
-    (e, log2_e), ratio = decode_exponentials(values[0], call.dtype), values[1]
-    down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
-    of_p, u = along(rows.factor_p * jnp.exp2(down_p)), log2_e
-    if isinstance(rows, MixtureFactors):
-        d, to_distance = ratio + along(down_q - down_p + rows.log_sums), (max_q - rows.at_p) * k_q - down_p
-        if direction == "tv":
-            slope = relative_signs(d, along(rows.slope))
-        else:
-            reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
-            slope = relative_log_ratio(d, ratio + along(to_distance), reference)
-        gradient = e * of_p * (slope - along(rows.mean))
-    elif direction == "reverse":
-        to_distance = (at_p - rows.at_p) * k_q - down_p
-        gradient = e * of_p * -(ratio + along(to_distance) + along(rows.mean))
-    else:
-        below_p, below_q = jnp.minimum(-ratio, 0.0), jnp.minimum(ratio, 0.0)
-        of_q, u = along(rows.factor_q * jnp.exp2(down_q)), log2_e + below_q
-        gradient = e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p)
-    if call.logit_softcap is not None:
-        gradient = gradient * cap_derivative(u, *((max_q, k_q) if direction == "forward" else (max_p, k_p)))
-    return jnp.where(e > 0.0, gradient, 0.0)  # on padding the ratio is arbitrary
+    kind: Any = MixtureFactors if direction in RATIOS else KLCoefficients
+    rows = load_fields(kind, factors, load)
+    cached = KLBlock(*decode_exponentials(values[0], call.dtype), values[1], k_p, k_q, max_p, max_q, at_p)
+    gradient, u = KL_GRADIENTS[direction](cached, rows)
+    student = (max_q, k_q) if direction == "forward" else (max_p, k_p)
+    gradient = _differentiate_softcap(call, gradient, u, *student)
+    return jnp.where(cached.e > 0.0, gradient, 0.0)  # on padding the ratio is arbitrary
+
+
+def _forward_gradient(x: KLBlock, rows: KLCoefficients) -> tuple[Array, Array]:
+    """Computes eq. 8 of a block, and the student's u."""
+    down_p, down_q = x.down(rows)
+    of_p = along(rows.factor_p * jnp.exp2(down_p))
+    below_p, below_q = jnp.minimum(-x.ratio, 0.0), jnp.minimum(x.ratio, 0.0)
+    of_q, u = along(rows.factor_q * jnp.exp2(down_q)), x.log2_e + below_q
+    return x.e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p), u
+
+
+def _reverse_gradient(x: KLBlock, rows: KLCoefficients) -> tuple[Array, Array]:
+    """Computes eq. 8 of a block, and the student's u."""
+    down_p, _ = x.down(rows)
+    of_p = along(rows.factor_p * jnp.exp2(down_p))
+    to_distance = (x.at_p - rows.at_p) * x.k_q - down_p
+    return x.e * of_p * -(x.ratio + along(to_distance) + along(rows.mean)), x.log2_e
+
+
+def _mixture_gradient(slope: Slope, x: KLBlock, rows: MixtureFactors) -> tuple[Array, Array]:
+    """Computes eq. 10 of a block, and the student's u."""
+    down_p, down_q = x.down(rows)
+    of_p = along(rows.factor_p * jnp.exp2(down_p))
+    t = slope(x, rows, x.ratio + along(down_q - down_p + rows.log_sums), down_p)
+    return x.e * of_p * (t - along(rows.mean)), x.log2_e
+
+
+def _log_slope(x: KLBlock, rows: MixtureFactors, d: Array, down_p: Array) -> Array:
+    """Computes the t - t₀ of eq. 9."""
+    to_distance = (x.max_q - rows.at_p) * x.k_q - down_p
+    reference = Reference(*map(along, (rows.base, rows.other, rows.start, rows.most)))
+    return relative_log_ratio(d, x.ratio + along(to_distance), reference)
+
+
+def _sign_slope(_: KLBlock, rows: MixtureFactors, d: Array, __: Array) -> Array:
+    """Computes the t - t₀ of eq. 11."""
+    return relative_signs(d, along(rows.slope))
+
+
+# (block, factors of its rows, d, down_p) -> t - t₀
+type Slope = Callable[[KLBlock, MixtureFactors, Array, Array], Array]
+type KLGradient = Callable[[KLBlock, Any], tuple[Array, Array]]  # (block, factors of its rows) -> dlogits, u
+
+KL_GRADIENTS: dict[Direction, KLGradient] = {
+    "forward": _forward_gradient,
+    "reverse": _reverse_gradient,
+    "jsd": functools.partial(_mixture_gradient, _log_slope),
+    "tv": functools.partial(_mixture_gradient, _sign_slope),
+}

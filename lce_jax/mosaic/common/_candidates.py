@@ -72,7 +72,7 @@ def products(
 def _products(hidden: Any, weight: Any, token: Any, columns: list[Any]) -> list[Any]:
     """Computes the products piece by piece of H.
 
-    If H is no multiple of a piece, the last piece ends where H ends, with zeros for numbers that are already counted.
+    If H is not a multiple of a piece, the last piece ends where H ends, with zeros for what is already counted.
     """
     hidden_size = hidden.shape[1]
     size = next(THREADS * n for n in (VECTOR, 4, 2, 1) if hidden_size >= THREADS * n)
@@ -85,8 +85,8 @@ def _products(hidden: Any, weight: Any, token: Any, columns: list[Any]) -> list[
         if at < begin:
             number = plgpu.layout_cast(lax.iota(jnp.int32, size), layout)
             of_hidden = jnp.where(number < begin - at, 0.0, of_hidden)
-        found = [of_hidden * piece for piece in [load(weight, column) for column in columns]]
-        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+        terms = [of_hidden * piece for piece in [load(weight, column) for column in columns]]
+        sums = [a + b for a, b in zip(sums, terms, strict=True)] if sums else terms
     return [jnp.sum(x) for x in sums]
 
 
@@ -108,30 +108,30 @@ class _SavedCandidates(NamedTuple):
         """The places of the fields."""
         return lay_out_saved(self.call, self.has_temperature)
 
-    def at(self, field: Any) -> Any:
-        """Returns the places of a field of the tokens."""
+    def locate(self, field: Any) -> Any:
+        """Returns the indices of a field of the block's tokens in the saved array."""
         return self.rows.field_rows(field, self.stride)
 
     def statistic(self, name: str) -> Any:
         """Loads one statistic of the tokens."""
-        return self.fields[self.at(self.layout.statistics + list_saved_statistics(self.call).index(name))]
+        return self.fields[self.locate(self.layout.statistics + list_saved_statistics(self.call).index(name))]
 
     def id(self, k: Any) -> Any:
         """Loads the id of the tokens' candidate ``k``."""
-        return lax.bitcast_convert_type(self.fields[self.at(self.layout.ids + k)], jnp.int32)
+        return lax.bitcast_convert_type(self.fields[self.locate(self.layout.ids + k)], jnp.int32)
 
     def x(self, k: Any) -> Any:
         """Loads the x of candidate ``k``, -inf if no shard owns it."""
-        return self.fields[self.at(self.layout.x + k)]
+        return self.fields[self.locate(self.layout.x + k)]
 
     @property
     def temperature(self) -> Any:
-        """None: 1."""
-        return self.fields[self.at(1)] if self.has_temperature else None
+        """The tokens' temperature. None stands for 1."""
+        return self.fields[self.locate(1)] if self.has_temperature else None
 
     @property
     def inverse_temperature(self) -> Any:
-        """None: 1."""
+        """1 / temperature. None stands for 1."""
         return _logprobs.invert_temperature(self.temperature) if self.has_temperature else None
 
 
@@ -148,24 +148,26 @@ def keep(
     ``numbers``: the number of rows, and the stride of ``saved``.
     """
 
-    def body(ids: Any, x: Any, numbers: Any, _: Any, found: Any, saved: Any) -> None:
+    def body(ids: Any, x: Any, numbers: Any, _: Any, logprobs: Any, saved: Any) -> None:
         k, rows = lax.axis_index("candidate"), BlockRows.of(lax.axis_index("rows"), numbers[0])
         fields = _SavedCandidates(call, has_temperature, saved, rows, numbers[1])
 
         def write() -> None:
-            own, highest = x[rows.here, k], fields.statistic("max")
+            x_k, highest = x[rows.here, k], fields.statistic("max")
             row_scale = _logprobs.compute_row_scale(call, fields.inverse_temperature)
-            logprob = _logprobs.candidate_logprobs(own, highest, row_scale, jnp.log(fields.statistic("sumexp")))
+            logprob = _logprobs.candidate_logprobs(x_k, highest, row_scale, jnp.log(fields.statistic("sumexp")))
             nan = on_all_threads(jnp.nan, jnp.float32)
-            found.at[rows.here, k][...] = jnp.where(highest == highest, logprob, nan)
-            saved.at[fields.at(fields.layout.ids + k)][...] = lax.bitcast_convert_type(ids[rows.here, k], jnp.float32)
-            saved.at[fields.at(fields.layout.x + k)][...] = own
+            logprobs.at[rows.here, k][...] = jnp.where(highest == highest, logprob, nan)
+            saved.at[fields.locate(fields.layout.ids + k)][...] = lax.bitcast_convert_type(
+                ids[rows.here, k], jnp.float32
+            )
+            saved.at[fields.locate(fields.layout.x + k)][...] = x_k
 
-        pl.when(rows.live)(write)
+        pl.when(rows.any_exist)(write)
 
     outputs = [jax.ShapeDtypeStruct(like.shape, jnp.float32) for like in (x, saved)]
-    found, saved = kernel(body, outputs, "lce_keep", _grid(ids), updated={3: 1})(ids, x, numbers, saved)
-    return found, saved
+    logprobs, saved = kernel(body, outputs, "lce_keep", _grid(ids), updated={3: 1})(ids, x, numbers, saved)
+    return logprobs, saved
 
 
 def cotangents(
@@ -193,7 +195,7 @@ def cotangents(
         def write() -> None:
             total.at[rows.here][...] = lax.fori_loop(0, most, step, zero)
 
-        pl.when(rows.live)(write)
+        pl.when(rows.any_exist)(write)
 
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((most, rows), (rows,))]
     each, total = kernel(body, outputs, "lce_cotangents", {"rows": rows // THREADS})(saved, seed, numbers)
@@ -210,12 +212,12 @@ def place_values(
     factors: Float[Array, "factors Tp"],
     numbers: Int[Array, "5"],
 ) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
-    """Returns the candidates' columns in the shard, once each, and the values of dlogits there.
+    """Returns each candidate's column in the shard, and the value of dlogits there. Repeated ids count once.
 
-    The column is -1 for ids of other shards and after the last row. If a token has a candidate several times, its last
-    place has the sum of the gradients, added in order.
+    The column is -1 for ids of other shards and after the last row. If a token has an id several times, its last
+    occurrence has the sum of the gradients, added in order.
 
-    ``numbers``: those of `prepare`, and how many columns of the shard are no padding.
+    ``numbers``: those of `prepare`, and how many columns of the shard are not padding.
     """
     most, rows = each.shape
 
@@ -229,16 +231,16 @@ def place_values(
             columns.at[padded, k][...] = on_all_threads(-1)
 
         def write() -> None:
-            own = fields.id(k)
+            candidate = fields.id(k)
 
             def step(j: Any, carry: Any) -> Any:
                 total, last = carry
-                same = fields.id(j) == own
+                same = fields.id(j) == candidate
                 return jnp.where(same, total + each[j, rows.here], total), jnp.where(same, on_all_threads(j), last)
 
             start = on_all_threads(0.0, jnp.float32), on_all_threads(-1)
             total, last = lax.fori_loop(0, most, step, start)
-            column = own - on_all_threads(numbers[2])
+            column = candidate - on_all_threads(numbers[2])
             there = (last == on_all_threads(k)) & (column >= 0) & (column < on_all_threads(numbers[4]))
             # With few tokens, the rows after the last one are arbitrary.
             there = there & (on_all_threads(rows.first) + thread_numbers() < on_all_threads(numbers[0]))
@@ -253,12 +255,12 @@ def place_values(
                 row.compute_dlogits(x, row_scale[rows.here], is_label, call.logit_softcap is not None) + term
             )
 
-        pl.when(jnp.logical_not(rows.whole))(add_barrier(pad))
-        pl.when(rows.live)(write)
+        pl.when(jnp.logical_not(rows.all_exist))(add_barrier(pad))
+        pl.when(rows.any_exist)(write)
 
     outputs = [jax.ShapeDtypeStruct((rows, most), dtype) for dtype in (jnp.int32, jnp.float32)]
-    given = saved, each, targets, row_scale, factors, numbers
-    columns, values = kernel(body, outputs, "lce_place_values", _grid(outputs[0]))(*given)
+    operands = saved, each, targets, row_scale, factors, numbers
+    columns, values = kernel(body, outputs, "lce_place_values", _grid(outputs[0]))(*operands)
     return columns, values
 
 
@@ -284,18 +286,18 @@ def put(
         (*lists, output), token = refs, lax.axis_index("token")
         batch = None if sizes is None else Batch.of(sizes, numbers[0], *lists[1:])
 
-        def place_of(k: Any) -> tuple[Any, Any, Any]:
-            of_live = (lists[0][token, k], batch, sizes) if lists else ()
-            return place(columns[token, k], token, numbers, *of_live)
+        def find_place(k: Any) -> tuple[Any, Any, Any]:
+            entry = (lists[0][token, k], batch, sizes) if lists else ()
+            return place(columns[token, k], token, numbers, *entry)
 
         def store(row: Any, column: Any, value: Any) -> None:
             output.at[row, column][...] = value  # all threads write the same number
 
         def step(i: Any, _: Any) -> None:
             which = [jnp.minimum(i * PUT + j, most - 1) for j in range(min(PUT, most))]  # then the last again
-            places = [place_of(k) for k in which]
-            found = [values[token, k].astype(output.dtype) for k in which]
-            for (is_there, row, column), value in zip(places, found, strict=True):
+            places = [find_place(k) for k in which]
+            new = [values[token, k].astype(output.dtype) for k in which]
+            for (is_there, row, column), value in zip(places, new, strict=True):
                 pl.when(is_there)(functools.partial(store, row, column, value))
 
         pl.when(token < numbers[1])(lambda: lax.fori_loop(0, -(-most // PUT), step, None))

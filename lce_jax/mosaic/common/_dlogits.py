@@ -9,7 +9,7 @@ once to the weight's dtype, and stored through shared memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,7 +22,14 @@ from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._operands import KLOperands, Prepared, Span
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _heads, _logits
-from lce_jax.mosaic.common._epilogue import ACCUMULATOR, make_staging, mask_padding, send, warpgroup_rows
+from lce_jax.mosaic.common._epilogue_steps import (
+    ACCUMULATOR,
+    TokenRows,
+    make_staging,
+    mask_padding,
+    send,
+    warpgroup_rows,
+)
 from lce_jax.mosaic.common._heads import (
     BLOCKS,
     RATIOS,
@@ -42,7 +49,7 @@ from lce_jax.mosaic.common._heads import (
     take_block,
     take_strip,
 )
-from lce_jax.mosaic.common._logits import softcap
+from lce_jax.mosaic.common._logits import apply_softcap, differentiate_softcap
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, STAGING_COLUMNS, TILE_N, Matmul, Tile, multiple_of
 from lce_jax.types._types import Call
 
@@ -86,7 +93,7 @@ def _kernel(
     machine: Machine,
     matmul: Matmul,
     hidden: Any,  # [T, H]
-    weight: Any,  # [V, H] or [H, V]; a copy of the chunk's part if V is no multiple of 8
+    weight: Any,  # [V, H] or [H, V]; a copy of the chunk's part if V is not a multiple of 8
     targets: Any,  # [Tp]
     row_scale: Any,  # [Tp]
     holds_target: Any,  # [row blocks, tiles of the shard]
@@ -119,9 +126,9 @@ def active_dlogits(
     sizes: Sizes,
     numbers: Int[Array, "3"],
 ) -> Float[Array, "slots*128 256"]:
-    """Like `dlogits`, only of a batch's active tiles, each in the slot of its entry.
+    """Like `dlogits`, but for the active tiles of one batch. Each is written to the slot of its entry.
 
-    ``numbers``: the number of the batch, and how many rows and columns are no padding.
+    ``numbers``: the number of the batch, and how many rows and columns are not padding.
     """
     machine, matmul = generation.machine, _logits.make_matmul(call, generation.tunings.of(call, "dlogits"))
     output = jax.ShapeDtypeStruct((sizes.slots * ROW_BLOCK, TILE_N), call.dtype)
@@ -180,32 +187,38 @@ class DlogitsWhere(NamedTuple):
 
     column: Any  # the tile's first column in the shard
     number: Any  # the tile's number in the shard
-    num_columns: Any  # how many columns of the shard are no padding
+    num_columns: Any  # how many columns of the shard are not padding
     output_row: Any
     output_column: Any
 
 
 def write_dlogits(call: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
     """Computes the gradients of a warpgroup's part of a tile from its products (eqs. 4, 5), and stores them."""
-    output_rows, cap = warpgroup_rows(where.output_row), call.logit_softcap
-    row_scale = ACCUMULATOR.load_rows(refs.row_scale, warpgroup_rows(tile.row))
-    rows = ACCUMULATOR.load_factors(refs.factors, warpgroup_rows(tile.row))
-    target = ACCUMULATOR.load_rows(refs.targets, warpgroup_rows(tile.row)) - where.column
-    holds = refs.holds_target[tile.row_block, where.number] > 0
-    floor = None if refs.floor is None else ACCUMULATOR.load_rows(refs.floor, warpgroup_rows(tile.row))
-    z = multiply()
-    mask = functools.partial(mask_padding, column=where.column, num_columns=where.num_columns, mask=refs.mask)
-    z = mask(z) if cap is None else z
-    for i in range(TILE_N // STAGING_COLUMNS):
+    output_rows, rows = warpgroup_rows(where.output_row), TokenRows(refs, tile, where)
+    row_scale, factors = rows.load_scale(), ACCUMULATOR.load_factors(refs.factors, rows.place())
+    target, holds, floor = rows.load_target(), rows.holds_target(), rows.load_floor()
+    for i, x in enumerate(_compute_x(call, multiply(), refs, where)):
         start = i * STAGING_COLUMNS
-        block = z[:, start : start + STAGING_COLUMNS]
-        if cap is not None:  # block by block, because a second tile would spill registers
-            block = mask(softcap(block, cap, call), start=start)
-        block = ACCUMULATOR.apply_floor(block, floor)
-        d = ACCUMULATOR.gradient(block, row_scale, rows)
-        d = d if cap is None else d * (1.0 - block * block)
-        d = ACCUMULATOR.put_target(d, rows, target - start, holds)
+        x = ACCUMULATOR.apply_floor(x, floor)
+        d = ACCUMULATOR.gradient(x, row_scale, factors)
+        d = differentiate_softcap(call, d, x)
+        d = ACCUMULATOR.put_target(d, factors, target - start, holds)
         send(d, i, slots, output_rows, refs.output, where.output_column + start)
+
+
+def _compute_x(
+    call: Call, z: Float[Array, "64 256"], refs: DlogitsRefs, where: DlogitsWhere
+) -> Iterator[Float[Array, "64 64"]]:
+    """Yields the x of eq. 0 block by block, with padding marked.
+
+    A softcap is applied to each block when it is needed, because a second tile would spill registers.
+    """
+    mask = functools.partial(mask_padding, column=where.column, num_columns=where.num_columns, mask=refs.mask)
+    has_cap = call.logit_softcap is not None
+    z = z if has_cap else mask(z)
+    for i in range(BLOCKS):
+        block = take_block(z, i)
+        yield mask(apply_softcap(call, block), start=i * STAGING_COLUMNS) if has_cap else block
 
 
 def kl_dlogits(
@@ -275,7 +288,7 @@ def _kl_gradient(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradie
     def compute_block(held: HeldTile, x: Array, i: int) -> Array:
         both = held.block(i), take_block(x, i)
         d = _block_gradient(both, row_scales, factors, reverse)
-        return _through_cap((p if reverse else q).call, d, both[0] if reverse else both[1])
+        return differentiate_softcap((p if reverse else q).call, d, both[0] if reverse else both[1])
 
     return compute_block
 
@@ -289,7 +302,7 @@ def _mixture_gradient(refs: KLRefs, direction: Direction, rows: Callable[[], Any
         ratios = RATIOS[direction].of((x_p, x), strip_rows)
         factor_p, mean = strip_rows.load("factor_p", "mean")
         d = multiply_exp2(ratios.u_p, factor_p * (ratios.slope - mean))
-        return _through_cap(refs.heads[0].call, d, x_p)
+        return differentiate_softcap(refs.heads[0].call, d, x_p)
 
     def compute_block(held: HeldTile, x: Array, i: int) -> Array:
         first = i * STAGING_COLUMNS
@@ -302,11 +315,6 @@ def _mixture_gradient(refs: KLRefs, direction: Direction, rows: Callable[[], Any
         return jnp.concatenate(strips, axis=1)
 
     return compute_block
-
-
-def _through_cap(call: Call, d: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
-    """Multiplies by the derivative of the softcap, so that ``d`` is the gradient in the raw products."""
-    return d if call.logit_softcap is None else d * (1.0 - x * x)
 
 
 def _block_gradient(

@@ -33,8 +33,8 @@ from lce_jax.mosaic._chunks import KLCache
 from lce_jax.mosaic._operands import LOG2E, KLOperands, Span
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._epilogue import ACCUMULATOR, mask_padding
-from lce_jax.mosaic.common._logits import softcap
+from lce_jax.mosaic.common._epilogue_steps import ACCUMULATOR, mask_padding
+from lce_jax.mosaic.common._logits import apply_softcap
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
     STAGING_COLUMNS,
@@ -69,9 +69,9 @@ class MixtureFactors(NamedTuple):
     max_q: Array
     at_p: Array
     log_sums: Array  # log2 s_p - log2 s_q
-    own: Array  # (1 - β) n / β, so that 1 + x is also own + n e^d
+    base: Array  # (1 - β) n / β, so that 1 + x is also base + n e^d
     other: Array  # n
-    start: Array  # n e^{d₀}, which is 1 - own
+    start: Array  # n e^{d₀}, which is 1 - base
     most: Any  # the largest d whose exponential is computed
     slope: Array  # t₀
     student: Array  # 1 - β
@@ -87,19 +87,19 @@ def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[A
         rows, factor_p, mean = rows
     else:
         factor_p = mean = jnp.zeros_like(rows.log_sums)
-    found = mixture_in_base_2(rows, factor_p, mean, jnp.any(rows.weights.teacher > 0.5))
-    stacked = jnp.stack([jnp.broadcast_to(x, factor_p.shape).astype(jnp.float32) for x in found])
+    factors = convert_mixture_to_base_2(rows, factor_p, mean, jnp.any(rows.weights.teacher > 0.5))
+    stacked = jnp.stack([jnp.broadcast_to(x, factor_p.shape).astype(jnp.float32) for x in factors])
     return jnp.pad(stacked, ((0, 0), (0, length - stacked.shape[1])))
 
 
-def mixture_in_base_2(rows: Mixture, factor_p: Array, mean: Array, is_above_half: Any) -> MixtureFactors:
+def convert_mixture_to_base_2(rows: Mixture, factor_p: Array, mean: Array, is_above_half: Any) -> MixtureFactors:
     """Returns the factors of a mixture, whose ``factor_p`` and ``mean`` are those of `MixtureCoefficients`."""
     student, teacher = rows.weights
     other = teacher / rows.at_p.total
     return MixtureFactors(
         *rows.references,
         log_sums=rows.log_sums * LOG2E,
-        own=student / rows.at_p.total,
+        base=student / rows.at_p.total,
         other=other,
         start=other * rows.at_p.ratio,
         most=rows.at_p.most * LOG2E,
@@ -121,11 +121,11 @@ def kl_factors(
     """
     if isinstance(rows, MixtureCoefficients):
         return mixture_factors(rows, length)
-    factors = jnp.stack(in_base_2(rows, direction))
+    factors = jnp.stack(convert_to_base_2(rows, direction))
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
 
 
-def in_base_2(rows: KLCoefficients, direction: Direction) -> KLCoefficients:
+def convert_to_base_2(rows: KLCoefficients, direction: Direction) -> KLCoefficients:
     """Returns the coefficients as the kernels take them."""
     if direction == "reverse":
         return rows._replace(factor_p=rows.factor_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
@@ -142,7 +142,7 @@ LOG1P = (1.4426950194, -0.7213474397, 0.4809092734, -0.3606914640, 0.2876754352,
 class Reference(NamedTuple):
     """The reference of a relative logarithm: four fields of `MixtureFactors`, a number per row each."""
 
-    own: Any
+    base: Any
     other: Any
     start: Any
     most: Any
@@ -162,7 +162,7 @@ def relative_log_ratios(d: Array, distance: Array, rows: Reference) -> tuple[Arr
     e = jnp.exp2(bounded) * rows.other
     near = rows.start * (distance * _polynomial(EXPM1, distance))
     x = jnp.where(jnp.abs(distance) < 1.0, near, e - rows.start)
-    log = jnp.where(jnp.abs(x) < NEAR_ONE, x * _polynomial(LOG1P, x), jnp.log2(e + rows.own))
+    log = jnp.where(jnp.abs(x) < NEAR_ONE, x * _polynomial(LOG1P, x), jnp.log2(e + rows.base))
     return -log - (d - bounded), bounded - log
 
 
@@ -200,7 +200,7 @@ class KLWhere(NamedTuple):
 
     column: Any  # the tile's first column in the shard
     number: Any  # the tile's place in the array of partial statistics
-    num_columns: Any  # how many columns of the shard are no padding
+    num_columns: Any  # how many columns of the shard are not padding
 
 
 type Multiply = Sequence[Callable[[], Any]]  # the products of p and of q, which must be called in this order
@@ -244,8 +244,7 @@ def take_strip(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
 
 def compute_x(call: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
     """Computes the x of eq. 0 from raw products, with padding marked. The row's scale is not applied."""
-    x = z if call.logit_softcap is None else softcap(z, call.logit_softcap, call)
-    return mask_padding(x, where.column, where.num_columns, mask)
+    return mask_padding(apply_softcap(call, z), where.column, where.num_columns, mask)
 
 
 def update_tiles(
@@ -277,9 +276,9 @@ def _kernel_per_tile(
 ) -> None:
     *arrays, row_scales, mask, scalars, (*rest, held) = unpack_refs(refs)
     # Updated inputs alias the outputs.
-    factors, (output, *kept) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
+    factors, (output, *cached) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
     span = Span.unpack(scalars)
-    cache = KLCache(*kept) if kept else None
+    cache = KLCache(*cached) if cached else None
     tile_refs = KLRefs(make_head_operands(matmuls, row_scales), mask, output, factors[0], cache)
 
     def consume(tile: Tile, multiply: Multiply, held: Any) -> None:
@@ -320,13 +319,15 @@ def pack_operands(operands: KLOperands, span: Int[Array, "fields"]) -> list[Any]
 
 
 def unpack_refs(refs: Sequence[Any]) -> list[Any]:
-    """Returns hidden and weight of p, then of q, both scales as one entry, the mask, the span, the rest in one."""
+    """Returns hidden and weight of p, those of q, both scales in a list, the mask, the span, the others in a list."""
     return [*refs[:4], refs[4:6], *refs[6:8], refs[8:]]
 
 
 def make_head_operands(matmuls: tuple[Matmul, Matmul], row_scales: Sequence[Any]) -> tuple[HeadOperands, HeadOperands]:
     """Returns the operands of both heads in an epilogue."""
-    first, second = (HeadOperands(own.call, row_scale) for own, row_scale in zip(matmuls, row_scales, strict=True))
+    first, second = (
+        HeadOperands(matmul.call, row_scale) for matmul, row_scale in zip(matmuls, row_scales, strict=True)
+    )
     return first, second
 
 
@@ -390,7 +391,7 @@ class JSDRatios(NamedTuple):
         u_p, u_q, log_sums = rows.shift(x, k_p, k_q)
         (at_p,) = rows.load("at_p")
         d, distance = (u_q - u_p) + log_sums, (x[1] - at_p) * k_q - u_p
-        reference = Reference(*rows.load("own", "other", "start", "most"))
+        reference = Reference(*rows.load("base", "other", "start", "most"))
         return cls(u_p, u_q, d, *relative_log_ratios(d, distance, reference))
 
     def terms(self, rows: MixtureRows, is_above_half: Any) -> tuple[Array, Array]:

@@ -36,14 +36,14 @@ AT_A_TIME = 8  # parts whose loads overlap
 
 # What is joined: the statistics of one head in a call, those of two heads, or the sums of their mixture.
 type Joined = Call | type[KLStatistics] | type[MixtureSums]
-type Numbers = tuple[Any, ...]  # those of a part, field by field
+type Numbers = tuple[Any, ...]  # the numbers of a part, field by field
 
 
 class Rules(NamedTuple):
     """How to join the parts of a `Joined`."""
 
     none: tuple[float, ...]  # the numbers of no columns
-    union: Callable[[Sequence[Numbers], Sequence[Any]], Numbers]  # of a few parts in their order, and the row scales
+    union: Callable[[Sequence[Numbers], Sequence[Any]], Numbers]  # (parts, row scales) -> their union
     to_nats: Callable[[Numbers], Numbers]
 
     @classmethod
@@ -87,10 +87,10 @@ def join(
 ) -> Float[Array, "groups fields Tp"]:
     """Writes the unions (eqs. 2, 7) of each ``group`` adjacent parts to ``joined``, each added up in the parts' order.
 
-    ``row_scales`` are the k of eq. 0 in base 2, of two heads that of p first. ``numbers`` are the number of unmasked
-    rows, the number of valid parts, and the place of the first group in ``joined``. Groups after the last part are
-    empty. Groups after the end of ``joined``, and row blocks without an unmasked row, are not written. ``parts`` and
-    ``joined`` may have more fields than the statistics. With ``in_nats`` the unions are in the units of eq. 1,
+    ``row_scales`` are the k of eq. 0 in base 2; with two heads, that of p comes first. ``numbers`` are the number of
+    unmasked rows, the number of valid parts, and the place of the first group in ``joined``. Groups after the last part
+    are empty. Groups after the end of ``joined``, and row blocks without an unmasked row, are not written. ``parts``
+    and ``joined`` may have more fields than the statistics. With ``in_nats`` the unions are in the units of eq. 1,
     otherwise in base 2 like the parts. With ``parted``, ``parts`` begins with the first tile of a group of the shard,
     and a group ends with its vocabulary part.
     """

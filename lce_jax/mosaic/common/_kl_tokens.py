@@ -144,7 +144,7 @@ class _Tokens:
     def mixture_factors(self, mixture: _kl.Mixture, factor_p: Array, mean: Array) -> MixtureFactors:
         """Returns the factors that the kernels of tiles take."""
         assert self.of.beta is not None
-        factors = _heads.mixture_in_base_2(mixture, factor_p, mean, float(self.of.beta > 0.5))
+        factors = _heads.convert_mixture_to_base_2(mixture, factor_p, mean, float(self.of.beta > 0.5))
         return MixtureFactors(*(on_all_threads(x, jnp.float32) if isinstance(x, float) else x for x in factors))
 
     def finish(self, result: Any, stats: KLStatistics, divergence: Array) -> None:
@@ -162,14 +162,14 @@ class _Tokens:
                 for place in [(f, rows) for f in range(ref.shape[0])] if len(ref.shape) > 1 else [(rows,)]:
                     ref.at[place][...] = on_all_threads(0.0, jnp.float32)
 
-        pl.when(jnp.logical_not(self.rows.whole))(add_barrier(pad))
-        pl.when(self.rows.live)(write)
+        pl.when(jnp.logical_not(self.rows.all_exist))(add_barrier(pad))
+        pl.when(self.rows.any_exist)(write)
 
 
 def _compute_log_ratio(d: Array, weights: Pair[Any]) -> Array:
     """Computes `_kl.log_ratio` without ``log1p``, which the kernel language does not have."""
-    d, (own, other) = d * LOG2E, weights
-    return relative_log_ratio(d, d, Reference(own, other, other, _heads.MOST)) * (1.0 / LOG2E)
+    d, (base, other) = d * LOG2E, weights
+    return relative_log_ratio(d, d, Reference(base, other, other, _heads.MOST)) * (1.0 / LOG2E)
 
 
 def compute_row_scales(
@@ -288,7 +288,7 @@ def _compute_coefficients(of: KLRows, saved: Any, seed: Any, numbers: Any, facto
         factor = _logprobs.compute_row_factor(of.call, tokens.inverse_temperatures.student)
         values: Any
         if of.beta is None:
-            values = _heads.in_base_2(_kl.coefficients(stats, cotangent, factor, mask), of.plan.direction)
+            values = _heads.convert_to_base_2(_kl.coefficients(stats, cotangent, factor, mask), of.plan.direction)
         else:
             sums, mixture = MixtureSums(*tokens.load(first + KL_FIELDS, 2)), tokens.mixture(stats, mask)
             rows = _kl.mixture_coefficients(sums, stats, mixture, cotangent, factor, mask)

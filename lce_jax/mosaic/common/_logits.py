@@ -1,7 +1,6 @@
 """The walk over tiles of logits (hidden · weightᵀ), which the forward and the recomputing backward share.
 
-`AccumulatorLayout` has the operations on a block of a tile in the registers of a warpgroup. `LabelBelowFloor` adds the
-label's logit to the statistics if it is below the ``logit_floor``.
+`AccumulatorLayout` has the operations on a block of a tile in the registers of a warpgroup.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mathematics._statistics import SUMS
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._active_tiles import Batch, Sizes, find_row_block
 from lce_jax.mosaic._call import Machine
-from lce_jax.mosaic._operands import FLOOR, LOG2E, RowFactors, Span, make_geometry
+from lce_jax.mosaic._operands import LOG2E, RowFactors, Span, make_geometry
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common import _tiles
 from lce_jax.mosaic.common._tiles import (
@@ -30,10 +28,10 @@ from lce_jax.mosaic.common._tiles import (
     row_groups,
     snake_index,
 )
-from lce_jax.types._types import Call, ShardStatistics
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax.types._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 FOLDED = 8  # columns of a block, of which each of four threads holds two
@@ -97,7 +95,7 @@ class AccumulatorLayout(NamedTuple):
         return [(place == start, x[:, start : start + FOLDED]) for start in range(0, x.shape[1], FOLDED)]
 
     def apply_floor(self, x: Float[Array, "rows n"], floor: Float[Array, "rows"] | None) -> Float[Array, "rows n"]:
-        """Replaces logits below the rows' floor by `PADDING`, also the label's, which `LabelBelowFloor` adds."""
+        """Replaces logits below the rows' floor by `PADDING`, the label's too, which `_statistics` adds."""
         return x if floor is None else jnp.where(x < self.along_rows(floor, x.shape[1]), PADDING, x)
 
     def gradient(self, x: Float[Array, "rows n"], row_scale: Array, rows: RowFactors) -> Float[Array, "rows n"]:
@@ -112,48 +110,18 @@ class AccumulatorLayout(NamedTuple):
         return d if rows.slope is None else d + along(rows.slope) * (u * e)
 
 
-def softcap(z: Any, cap: float, call: Call) -> Any:
-    """Computes the tanh of eq. 0 in full fp32 precision. The hardware's tanh has eleven bits."""
-    return 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * call.logit_scale / cap)) + 1.0)
+def apply_softcap(call: Call, z: Any) -> Any:
+    """Computes the x of eq. 0 from raw products: their tanh, or the products without a softcap.
+
+    The tanh has full fp32 precision. The hardware's tanh has eleven bits.
+    """
+    cap = call.logit_softcap
+    return z if cap is None else 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * call.logit_scale / cap)) + 1.0)
 
 
-class LabelBelowFloor(NamedTuple):
-    """The labels below their row's floor in a tile. Each counts as one more column than those that reach the floor."""
-
-    there: Bool[Array, "rows"]
-    x: Float[Array, "rows"]
-
-    @classmethod
-    def of(cls, x: Array, target: Array, floor: Array) -> LabelBelowFloor:
-        """``x``: of the labels, arbitrary in rows without one in the tile. ``target``: their columns in the tile."""
-        return cls((target >= 0) & (target < TILE_N) & (x < floor), x)
-
-    def or_else(self, value: float) -> Float[Array, "rows"]:
-        """Returns the label's x, or ``value`` in rows without such a label."""
-        return jnp.where(self.there, self.x, value)
-
-    def include_in_max(self, highest: Float[Array, "rows"]) -> Float[Array, "rows"]:
-        """Returns the largest x, given that of the columns that reach the floor."""
-        return jnp.maximum(highest, self.or_else(FLOOR))
-
-    def add_to(self, stats: ShardStatistics, row_scale: Float[Array, "rows"]) -> ShardStatistics:
-        """Adds the label to the statistics of the columns that reach the floor, whose maximum includes it."""
-        u = (self.x - stats.max) * row_scale
-        e = jnp.where(self.there, jnp.exp2(u), 0.0)
-        there = {name: getattr(stats, name) for name in SUMS}
-        sums: Any = {name: None if x is None else x + SUMS[name].term(u, e) for name, x in there.items()}
-        return stats._replace(
-            **sums,
-            min=None if stats.min is None else jnp.minimum(stats.min, self.or_else(-PADDING)),
-            support=None if stats.support is None else stats.support + jnp.where(self.there, 1.0, 0.0),
-        )
-
-
-def measure_support(x: Float[Array, "rows n"]) -> tuple[Float[Array, "rows"], Float[Array, "rows"]]:
-    """Returns the smallest logit of each row of a block and the number of logits, both without `PADDING`."""
-    counts = x > 0.5 * PADDING
-    lowest = jnp.min(jnp.where(counts, x, -PADDING), axis=1)
-    return lowest, jnp.sum(jnp.where(counts, 1.0, 0.0), axis=1)
+def differentiate_softcap(call: Call, d: Float[Array, "rows n"], x: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
+    """Turns ``d``, a gradient in x, into the gradient in the raw products (eq. 5)."""
+    return d if call.logit_softcap is None else d * (1.0 - x * x)
 
 
 def make_matmul(call: Call, tuning: Any) -> Matmul:

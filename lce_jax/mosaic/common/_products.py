@@ -27,7 +27,7 @@ from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist, find_row_block,
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._operands import Span
 from lce_jax.mosaic._pallas import plgpu
-from lce_jax.mosaic.common._epilogue import make_staging, send_product
+from lce_jax.mosaic.common._epilogue_steps import make_staging, send_product
 from lce_jax.mosaic.common._tiles import (
     ROW_BLOCK,
     TILE_N,
@@ -169,9 +169,9 @@ def update_active_dhidden(
 ) -> Float[Array, "splits Tp Hp"]:
     """Adds a batch's part to ``sums``. Each list is split into as many parts as ``sums`` has arrays.
 
-    ``numbers``: the number of the batch, and how many rows and columns are no padding.
+    ``numbers``: the number of the batch, and how many rows and columns are not padding.
     """
-    machine, tuning = generation.machine, generation.tunings.of(call, "live_dhidden")
+    machine, tuning = generation.machine, generation.tunings.of(call, "active_dhidden")
     matmul = Matmul(call, tuning, 1, call.vocab_dim, shares_lhs=True)
     body = functools.partial(_active_dhidden_kernel, machine, matmul, sizes)
     lists = (*work[:5], work.row_blocks, numbers)
@@ -250,7 +250,7 @@ def write_active_dweight(
     add: bool,
 ) -> Float[Array, "V H"]:
     """Writes a batch's vocabulary tiles to ``dweight``, or adds them. Tiles without an active row block get zeros."""
-    machine, matmul = generation.machine, Matmul(call, generation.tunings.of(call, "live_dweight"), 0, 0)
+    machine, matmul = generation.machine, Matmul(call, generation.tunings.of(call, "active_dweight"), 0, 0)
     by_rows = call.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
     lists = (work.order, work.sums, work.cells, work.ranks, numbers)

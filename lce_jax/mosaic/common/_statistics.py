@@ -25,7 +25,15 @@ from lce_jax.mosaic._chunks import Cache, KLCache
 from lce_jax.mosaic._operands import FLOOR, KLOperands, Prepared, Span, make_geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _heads, _logits, _tiles
-from lce_jax.mosaic.common._epilogue import ACCUMULATOR, make_staging, mask_padding, min_unpadded, send, warpgroup_rows
+from lce_jax.mosaic.common._epilogue_steps import (
+    ACCUMULATOR,
+    TokenRows,
+    make_staging,
+    mask_padding,
+    min_unpadded,
+    send,
+    warpgroup_rows,
+)
 from lce_jax.mosaic.common._heads import (
     BLOCKS,
     RATIOS,
@@ -44,12 +52,12 @@ from lce_jax.mosaic.common._heads import (
     take_block,
     take_strip,
 )
-from lce_jax.mosaic.common._logits import FOLDED, LabelBelowFloor, measure_support, softcap
+from lce_jax.mosaic.common._logits import FOLDED, PADDING, apply_softcap
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N, TILING, WARPGROUP_ROWS, Matmul, Tile, multiple_of
 from lce_jax.types._types import Call, ShardStatistics
 
 if TYPE_CHECKING:
-    from lce_jax.types._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 def statistics(
@@ -79,8 +87,8 @@ def statistics(
         "lce_statistics" if cache is None else "lce_statistics_cached",
         updated={len(operands) + i: i for i in range(len(updated))},
     )
-    parts, *kept = run(*operands, *updated)
-    return parts, Cache(*kept) if kept else None
+    parts, *updated_cache = run(*operands, *updated)
+    return parts, Cache(*updated_cache) if updated_cache else None
 
 
 class StatisticsRefs(NamedTuple):
@@ -99,10 +107,20 @@ class StatisticsWhere(NamedTuple):
     """The place of a tile of logits."""
 
     column: Any  # the tile's first column in the shard
-    number: Any  # the tile's number in the launch
+    launched: Any  # the tile's number in the launch
     first_tile: Any  # the number of the launch's first tile in the shard
     first_slot: Any  # the place of the launch's first tile in the array of partial statistics
     edge: Any  # the arguments of `mask_padding`: the tile's first column, the number of unpadded columns, the mask
+
+    @property
+    def number(self) -> Any:
+        """The tile's number in the shard."""
+        return self.first_tile + self.launched
+
+    @property
+    def slot(self) -> Any:
+        """The tile's place in the array of partial statistics."""
+        return self.first_slot + self.launched
 
 
 def _kernel(
@@ -124,8 +142,8 @@ def _kernel(
         refs[num_operands:],
     )
     # Updated inputs alias the outputs: [tiles, fields, Tp] and the cache, if any.
-    partial, *kept = results[len(results) // 2 :]
-    cache: Any = Cache(*kept) if kept else None
+    partial, *cached = results[len(results) // 2 :]
+    cache: Any = Cache(*cached) if cached else None
     tile_refs, span = (
         StatisticsRefs(targets, row_scale, holds_target, mask, partial, cache, floor),
         Span.unpack(scalars),
@@ -161,7 +179,7 @@ def store_statistics(
 ) -> None:
     """Stores a tile's statistics of these rows. ``rows()`` computes the places at each use."""
     for i, field in enumerate(jax.tree.leaves(stats)):
-        refs.partial.at[where.first_slot + where.number, i, rows()][...] = field
+        refs.partial.at[where.slot, i, rows()][...] = field
 
 
 def shift_exponentials(e: Array, dtype: Any) -> Array:
@@ -172,60 +190,131 @@ def shift_exponentials(e: Array, dtype: Any) -> Array:
 def write_statistics(
     call: Call, refs: StatisticsRefs, tile: Tile, where: StatisticsWhere, multiply: Any, slots: Any
 ) -> None:
-    """Computes the statistics of a warpgroup's part of a tile from its products, and stores them and the cache."""
-    rows = functools.partial(warpgroup_rows, tile.row)  # computed at each use, so that no register holds it
-    row_scale = ACCUMULATOR.load_rows(refs.row_scale, rows())
-    target = ACCUMULATOR.load_rows(refs.targets, rows()) - where.column
-    holds = refs.holds_target[tile.row_block, where.first_tile + where.number] > 0
-    floor = None if refs.floor is None else ACCUMULATOR.load_rows(refs.floor, rows())
-    z = multiply()
-    if call.logit_softcap is not None:
-        z = softcap(z, call.logit_softcap, call)
-    lowest = min_unpadded(z, *where.edge) if call.stats and floor is None else None
-    z = mask_padding(z, *where.edge)
-    at_target, label = None, None
-    if floor is not None:
-        at_target = _target_logit(z, target, holds)
-        label = LabelBelowFloor.of(at_target, target, floor)
-        z = ACCUMULATOR.apply_floor(z, floor)
-    highest = jnp.maximum(jnp.max(z, axis=1), FLOOR)
-    highest = highest if label is None else label.include_in_max(highest)
-    # With a cache, the target's logit comes before the exponentials, so that z is freed block by block. Without a cache
-    # it comes after them. The other order spills registers, with and without a cache. With a floor it is known already.
-    if refs.cache is not None:
-        at_target = _target_logit(z, target, holds) if at_target is None else at_target
-        send = functools.partial(_send_exponentials, slots, rows(), refs.cache.exponentials, where.column)
-        sums = _sum_tile(z, row_scale, highest, call, send)
-        refs.cache.max.at[where.first_tile + where.number, rows()][...] = highest
+    """Computes eq. 1 of a warpgroup's part of a tile from its products, and stores the statistics and the cache."""
+    rows = TokenRows(refs, tile, where)
+    row_scale, target, holds, floor = rows.load_scale(), rows.load_target(), rows.holds_target(), rows.load_floor()
+    x = apply_softcap(call, multiply())
+    lowest = _find_min(call, x, where, floor)
+    x = mask_padding(x, *where.edge)
+    label = _find_label_below_floor(x, target, holds, floor)
+    x = ACCUMULATOR.apply_floor(x, floor)
+    highest = _find_max(x, label)
+    # With a cache, the target's logit comes before the exponentials, so that x is freed block by block. Without a cache
+    # it comes after them. The other order spills registers, with and without a cache.
+    if refs.cache is None:
+        sums = _sum_tile(call, x, row_scale, highest)
+        at_target = _find_target(x, target, holds, label)
     else:
-        sums = _sum_tile(z, row_scale, highest, call, None)
-        at_target = _target_logit(z, target, holds) if at_target is None else at_target
-    support = None
-    if floor is not None and call.stats:
-        lowest, support = _measure_support(z)
+        at_target = _find_target(x, target, holds, label)
+        output = refs.cache.exponentials
+        send = functools.partial(_send_exponentials, slots, rows.place(), output, where.column)
+        sums = _sum_tile(call, x, row_scale, highest, send)
+        refs.cache.max.at[where.number, rows.place()][...] = highest
+    lowest, support = _measure_support(call, x, floor, lowest)
     if floor is not None:  # the target is loaded again, so that no register holds it during the sums
-        target = ACCUMULATOR.load_rows(refs.targets, rows()) - where.column
-    owned = (target >= 0) & (target < TILE_N)
-    at_target = jnp.where(owned, (at_target - highest) * row_scale, -jnp.inf)
+        target = rows.load_target()
+    at_target = jnp.where(_is_in_tile(target), (at_target - highest) * row_scale, -jnp.inf)
     stats = collect_sums(call, sums, max=highest, target=at_target, min=lowest, support=support)
-    store_statistics(refs, where, rows, stats if label is None else label.add_to(stats, row_scale))
+    store_statistics(refs, where, rows.place, stats if label is None else label.add_to(stats, row_scale))
 
 
-def _measure_support(z: Array) -> tuple[Array, Array]:
-    """Returns the smallest logit of each row that reaches the floor, and how many logits do, block by block."""
-    blocks = [measure_support(z[:, start : start + STAGING_COLUMNS]) for start in range(0, TILE_N, STAGING_COLUMNS)]
-    lowest, support = zip(*blocks, strict=True)
-    return functools.reduce(jnp.minimum, lowest), functools.reduce(jnp.add, support)
+def _find_min(
+    call: Call, x: Float[Array, "64 256"], where: StatisticsWhere, floor: Float[Array, "64"] | None
+) -> Float[Array, "64"] | None:
+    """Returns the smallest logit of each row if ``stats`` asks for it. With a floor, `_measure_support` does."""
+    return min_unpadded(x, *where.edge) if call.stats and floor is None else None
 
 
-def _sum_tile(z: Array, row_scale: Array, highest: Array, call: Call, send: Any) -> list[Array]:
-    """Computes the `SUMS` of a tile, block by block, and passes each block's exponentials to ``send``.
+def _find_max(x: Float[Array, "64 256"], label: LabelBelowFloor | None) -> Float[Array, "64"]:
+    """Returns the largest logit of each row (the m of eq. 1), labels below the floor included."""
+    highest = jnp.maximum(jnp.max(x, axis=1), FLOOR)
+    return highest if label is None else jnp.maximum(highest, label.or_else(FLOOR))
+
+
+def _find_target(
+    x: Float[Array, "64 256"], target: Float[Array, "64"], holds: Any, label: LabelBelowFloor | None
+) -> Float[Array, "64"]:
+    """Returns the unscaled logit at each row's target. With a floor, `_find_label_below_floor` has selected it."""
+    return _select_target(x, target, holds) if label is None else label.x
+
+
+def _select_target(x: Float[Array, "64 256"], target: Float[Array, "64"], holds: Any) -> Float[Array, "64"]:
+    """Returns the unscaled logit at each row's target, 0 if the tile has none. Tiles without any target skip this."""
+
+    def select() -> Array:
+        return functools.reduce(
+            jnp.add, (jnp.where(there, x, 0.0) for there, x in ACCUMULATOR.compare_labels(x, target))
+        )
+
+    def skip() -> Array:
+        return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, FOLDED), jnp.float32), ACCUMULATOR.layout)
+
+    return jnp.sum(lax.cond(holds, select, skip), axis=1)
+
+
+def _is_in_tile(target: Float[Array, "64"]) -> Bool[Array, "64"]:
+    return (target >= 0) & (target < TILE_N)
+
+
+class LabelBelowFloor(NamedTuple):
+    """The labels below their row's floor in a tile. Each counts as one more column than those that reach the floor."""
+
+    there: Bool[Array, "64"]
+    x: Float[Array, "64"]  # of all labels in the tile, arbitrary in other rows
+
+    def or_else(self, value: float) -> Float[Array, "64"]:
+        """Returns the label's x, or ``value`` in rows without such a label."""
+        return jnp.where(self.there, self.x, value)
+
+    def add_to(self, stats: ShardStatistics, row_scale: Float[Array, "64"]) -> ShardStatistics:
+        """Adds the label to the statistics of the columns that reach the floor. ``stats.max`` includes it already."""
+        u = (self.x - stats.max) * row_scale
+        e = jnp.where(self.there, jnp.exp2(u), 0.0)
+        there = {name: getattr(stats, name) for name in SUMS}
+        sums: Any = {name: None if x is None else x + SUMS[name].term(u, e) for name, x in there.items()}
+        return stats._replace(
+            **sums,
+            min=None if stats.min is None else jnp.minimum(stats.min, self.or_else(-PADDING)),
+            support=None if stats.support is None else stats.support + jnp.where(self.there, 1.0, 0.0),
+        )
+
+
+def _find_label_below_floor(
+    x: Float[Array, "64 256"], target: Float[Array, "64"], holds: Any, floor: Float[Array, "64"] | None
+) -> LabelBelowFloor | None:
+    """Returns the labels below ``floor``. None without a floor."""
+    if floor is None:
+        return None
+    at_target = _select_target(x, target, holds)
+    return LabelBelowFloor(_is_in_tile(target) & (at_target < floor), at_target)
+
+
+def _measure_support(
+    call: Call, x: Float[Array, "64 256"], floor: Float[Array, "64"] | None, lowest: Float[Array, "64"] | None
+) -> tuple[Float[Array, "64"] | None, Float[Array, "64"] | None]:
+    """Returns the smallest logit of each row that reaches the floor, and how many do. Without a floor: ``lowest``."""
+    if floor is None or not call.stats:
+        return lowest, None
+    blocks = [_measure_block(x[:, start : start + STAGING_COLUMNS]) for start in range(0, TILE_N, STAGING_COLUMNS)]
+    minima, counts = zip(*blocks, strict=True)
+    return functools.reduce(jnp.minimum, minima), functools.reduce(jnp.add, counts)
+
+
+def _measure_block(x: Float[Array, "64 n"]) -> tuple[Float[Array, "64"], Float[Array, "64"]]:
+    """Returns the smallest logit of each row of a block and the number of logits, both without `PADDING`."""
+    reaches = x > 0.5 * PADDING
+    lowest = jnp.min(jnp.where(reaches, x, -PADDING), axis=1)
+    return lowest, jnp.sum(jnp.where(reaches, 1.0, 0.0), axis=1)
+
+
+def _sum_tile(call: Call, x: Array, row_scale: Array, highest: Array, send: Any = None) -> list[Array]:
+    """Computes the `SUMS` of a tile, block by block, and passes each block's exponentials to ``send``, if any.
 
     u needs one instruction more than a fused multiply-add, whose result would not be 0 at the largest column.
     """
     sums: list[Array] = []
     for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):
-        u = z[:, start : start + STAGING_COLUMNS] - ACCUMULATOR.along_rows(highest, STAGING_COLUMNS)
+        u = x[:, start : start + STAGING_COLUMNS] - ACCUMULATOR.along_rows(highest, STAGING_COLUMNS)
         u = u * ACCUMULATOR.along_rows(row_scale, STAGING_COLUMNS)
         e = jnp.exp2(u)
         parts = sum_block(call, u, e)
@@ -237,20 +326,6 @@ def _sum_tile(z: Array, row_scale: Array, highest: Array, call: Call, send: Any)
 
 def _send_exponentials(slots: Any, rows: Any, output: Any, column: Any, i: int, e: Array) -> None:
     send(shift_exponentials(e, output.dtype), i, slots, rows, output, column + i * STAGING_COLUMNS)
-
-
-def _target_logit(z: Array, target: Array, holds: Any) -> Array:
-    """Returns the unscaled logit at each row's target, 0 if the tile has none. Tiles without any target skip this."""
-
-    def select() -> Array:
-        return functools.reduce(
-            jnp.add, (jnp.where(there, x, 0.0) for there, x in ACCUMULATOR.compare_labels(z, target))
-        )
-
-    def skip() -> Array:
-        return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, FOLDED), jnp.float32), ACCUMULATOR.layout)
-
-    return jnp.sum(lax.cond(holds, select, skip), axis=1)
 
 
 def kl_statistics(
@@ -267,11 +342,11 @@ def kl_statistics(
     A tile that is only padding gets a maximum of `_operands.FLOOR` and sums of 0. Tiles after the span, and row blocks
     without an unmasked row, are not written. ``calls`` are in the order of the heads, that of p first.
     """
-    given, updated = _heads.pack_operands(operands, span), [parts, *jax.tree.leaves(cache)]
+    inputs, updated = _heads.pack_operands(operands, span), [parts, *jax.tree.leaves(cache)]
     names = "kl_statistics", "lce_kl_statistics" if cache is None else "lce_kl_statistics_cached"
     epilogue = functools.partial(write_kl_statistics, direction)
-    parts, *kept = _heads.update_tiles(generation, calls, epilogue, *names, given, updated)
-    return parts, KLCache(*kept) if kept else None
+    parts, *updated_cache = _heads.update_tiles(generation, calls, epilogue, *names, inputs, updated)
+    return parts, KLCache(*updated_cache) if updated_cache else None
 
 
 def kl_mixture_sums(
@@ -287,9 +362,9 @@ def kl_mixture_sums(
 
     A tile that is only padding gets sums of 0. As in `kl_statistics`, some tiles and row blocks are not written.
     """
-    given, names = [*_heads.pack_operands(operands, span), factors], ("kl_mixture_sums", "lce_kl_mixture_sums")
+    inputs, names = [*_heads.pack_operands(operands, span), factors], ("kl_mixture_sums", "lce_kl_mixture_sums")
     epilogue = functools.partial(write_mixture_sums, direction)
-    return _heads.update_tiles(generation, calls, epilogue, *names, given, [parts])[0]
+    return _heads.update_tiles(generation, calls, epilogue, *names, inputs, [parts])[0]
 
 
 def write_kl_statistics(

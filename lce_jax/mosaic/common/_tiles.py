@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 ROW_BLOCK = 128  # rows of a tile, of one block: two wgmma of 64 rows each on Hopper
 TILE_N = 256  # the largest N of wgmma and of tcgen05.mma
-STAGING_BYTES = 128  # of a row, which an epilogue stores at a time: the widest swizzle
+STAGING_BYTES = 128  # bytes of a row that an epilogue stores at a time: the widest swizzle
 STAGING_COLUMNS = STAGING_BYTES // 2  # 16-bit numbers in those bytes
 ATOM_ROWS = 8  # rows of the smallest swizzled piece; TMA copies whole pieces
 SCALED = 4096  # numbers that a block of the kernel `_tokens.scale` multiplies
 COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: a minor dimension must be a multiple of it
-SMEM_ALIGNMENT = 1024  # of every allocation in a kernel
+SMEM_ALIGNMENT = 1024  # alignment of every allocation in a kernel
 BARRIER_BYTES = 8
-WARPGROUP_ROWS = 64  # of a tile, in the registers of a warpgroup: the M of one wgmma
+WARPGROUP_ROWS = 64  # rows of a tile in the registers of a warpgroup: the M of one wgmma
 # With a third compute warpgroup, a thread has 128 registers, fewer than the accumulator and its epilogue need.
 COMPUTE_WARPGROUPS = ROW_BLOCK // WARPGROUP_ROWS
-KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4  # of the tiles of one head that are held until the other head's are there
+KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4  # the held tiles of one head, which wait for the other head's
 
 # The time to read and write one token's dhidden, in waves of tiles: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H
 # operations of one multiprocessor at 5.5 TFLOP/s (H200).
@@ -66,7 +66,7 @@ def widest_swizzle(extent: int, itemsize: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The free choices of one kernel. Everything else follows from the shapes."""
+    """The tuning parameters of one kernel. Everything else follows from the shapes."""
 
     tile_k: int
     stages: int  # buffers of one [ROW_BLOCK / turns, tile_k] and one [tile_n, tile_k] operand tile each
@@ -104,7 +104,7 @@ class Tuning:
 
 
 def stages_output(call: Call, kernel: str) -> bool:
-    """Whether a kernel stores tiles through slots. The forward does if it caches tiles; kernels of a KL never do."""
+    """Whether a kernel stages its output in shared memory: the forward if it caches tiles, and no kernel of a KL."""
     return not kernel.startswith("kl") and (kernel != "forward" or call.cache_budget > 0)
 
 
@@ -120,7 +120,7 @@ class Matmul:
 
     @property
     def clusters(self) -> int:
-        """The clusters that run concurrently. Each computes a tile per block, and all together a wave of tiles."""
+        """How many clusters run at a time. Each computes a tile per block, and all together a wave of tiles."""
         return self.call.device.core_count // self.tuning.cluster
 
     @property
@@ -144,11 +144,11 @@ class Tile(NamedTuple):
     column: Any  # the first column in rhs, relative to the walk's offset
     num_steps: Any
     first_step: Any = 0
-    row_block: Any = None  # of a tile of logits
-    vocabulary_tile: Any = None  # of a tile of logits: its vocabulary tile's number in the launch
-    split: Any = None  # of a tile of dhidden: the number of its part of the contraction
-    slot: Any = None  # of an active tile of logits: the slot of its dlogits
-    written: Any = None  # of an active tile of dweight: the column in the result, if it differs from that in rhs
+    row_block: Any = None  # tiles of logits: the number of the row block
+    vocabulary_tile: Any = None  # tiles of logits: the number of the vocabulary tile in the launch
+    split: Any = None  # tiles of dhidden: the number of the part of the contraction
+    slot: Any = None  # active tiles of logits: the slot of the dlogits
+    written: Any = None  # active tiles of dweight: the column in the result, if it differs from that in rhs
     locate: Callable[[Any], StepPlace] | None = None  # finds the operands of a step; None: consecutive
 
 
@@ -249,10 +249,10 @@ def longest_first_index(clusters: int, index: Any, lists: Any, tiles: Any) -> tu
 
 
 class Parted(NamedTuple):
-    """How `join` groups the tiles of a vocabulary in parts: a group ends with its part."""
+    """How `join` groups the tiles of a vocabulary in parts: no group has tiles of two parts."""
 
-    groups: int  # of a launch at most
-    tiles: int  # of a part
+    groups: int  # how many groups a launch has at most
+    tiles: int  # the tiles of a part
 
 
 def first_column(shape: Geometry, tile: Any) -> Int[Array, ""]:
@@ -267,10 +267,10 @@ def edge(shape: Geometry, tile: Any, num_columns: Any, mask: Any) -> tuple[Any, 
     after the one with the first padding column.
     """
     part = _part(shape, tile)
-    live = jnp.clip(num_columns - part * shape.part_columns, 0, shape.part_columns)
+    unpadded = jnp.clip(num_columns - part * shape.part_columns, 0, shape.part_columns)
     column = (tile - part * shape.part_tiles) * TILE_N
-    start = jnp.where(live < shape.part_columns, 2 * TILE_N, 0)
-    return jnp.where(live > 0, column, TILE_N), live, mask, start
+    start = jnp.where(unpadded < shape.part_columns, 2 * TILE_N, 0)
+    return jnp.where(unpadded > 0, column, TILE_N), unpadded, mask, start
 
 
 def tiles_of_group(parted: Parted, group: int, first: Any, number: Any, num_tiles: Any) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
 
-THREADS = 128  # of a block, one per token
+THREADS = 128  # threads of a block, one per token
 
 
 def on_all_threads(value: Any, dtype: Any = jnp.int32) -> Any:
@@ -72,8 +72,8 @@ class BlockRows(NamedTuple):
     """
 
     first: Any  # the first of `THREADS` existing rows
-    live: Any  # whether any row of the block exists
-    whole: Any  # whether all rows of the block exist
+    any_exist: Any  # whether any row of the block exists
+    all_exist: Any  # whether all rows of the block exist
 
     @classmethod
     def of(cls, block: Any, count: Any) -> BlockRows:
@@ -132,14 +132,15 @@ def prepare(
 
     Args:
         call: the call of R tokens on the shard.
-        labels: global ids, or the halves of int64 ids.
-        temperatures: a field of a flat array. None: 1.
-        field: the number of that field.
+        labels: global ids: int32, or both halves of int64.
+        temperatures: a flat array of fields, of which the one with the index ``field`` is read. None: 1.
+        field: see ``temperatures``.
         numbers: the number of rows, the stride of fields, the global id of the shard's first column, and the size of
-            the whole vocabulary. A fifth number is not read.
-        ids: memory for the labels in int32, if they are given in halves: -1 for out of vocabulary.
-        floors: a field of a flat array, in logits. None: every column counts.
-        floor_field: the number of that field.
+            the whole vocabulary. The fifth entry is not used.
+        ids: memory for int64 labels as int32: -1 for out of vocabulary.
+        floors: a flat array of fields, of which the one with the index ``floor_field`` is read: floors in logits. None:
+            every column counts.
+        floor_field: see ``floors``.
     """
     shape = make_geometry(call, TILING)
     blocks, parts = shape.padded_tokens // THREADS, -(-shape.num_tiles // THREADS)
@@ -196,9 +197,9 @@ def _prepare(call: Call, fields: tuple[int | None, int | None], in_halves: bool,
             floor.at[padded][...] = on_all_threads(0.0, jnp.float32)
 
     def mark(tile_of_row: Any) -> None:
-        pl.when((part == 0) & jnp.logical_not(rows.whole))(add_barrier(pad))
-        pl.when((part == 0) & rows.live)(write)
-        place = lax.cond(rows.live, target, lambda: on_all_threads(-1))
+        pl.when((part == 0) & jnp.logical_not(rows.all_exist))(add_barrier(pad))
+        pl.when((part == 0) & rows.any_exist)(write)
+        place = lax.cond(rows.any_exist, target, lambda: on_all_threads(-1))
         tile_of_row[...] = lax.shift_right_arithmetic(place, on_all_threads(TILE_BITS))
         holds_target.at[block, block_rows(part)][...] = _mark_tiles(part, tile_of_row)
 
@@ -239,8 +240,8 @@ def finish(
 ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
     """Computes the results from the statistics of the whole vocabulary, and saves what the backward needs.
 
-    The results are those fields of `LogprobOutput` that the call has. From field 1 on, ``saved`` gets the temperature
-    and the floor if the call has them, and after the fields of candidates, the statistics that gradients need, in nats.
+    The results are the requested fields of `LogprobOutput`. `lay_out_saved` says which field of ``saved`` holds the
+    temperature, the floor, and the statistics that gradients need, in nats.
 
     Args:
         call: the call of R tokens on the shard.
@@ -313,7 +314,7 @@ def _finish(
         for field, name in enumerate(_operands.list_saved_statistics(call), layout.statistics):
             saved.at[rows.field_rows(field, stride)][...] = getattr(stats, name)
 
-    pl.when(rows.live)(write)
+    pl.when(rows.any_exist)(write)
 
 
 def coefficients(
@@ -373,8 +374,8 @@ def _coefficients(
         for f, x in enumerate(jax.tree.leaves(_operands.convert_to_base_2(row_coefficients))):
             factors.at[f, rows.here][...] = jnp.where(exists, x, zero)
 
-    pl.when(jnp.logical_not(rows.whole))(add_barrier(pad))
-    pl.when(rows.live)(write)
+    pl.when(jnp.logical_not(rows.all_exist))(add_barrier(pad))
+    pl.when(rows.any_exist)(write)
 
 
 def find_wrong_rows(temperature: Any, floor: Any) -> list[Any]:
@@ -388,7 +389,7 @@ def is_wrong_temperature(temperature: Any) -> Any:
     return jnp.where(scalars.is_temperature(temperature), on_all_threads(0), on_all_threads(1)) > 0
 
 
-def per_token(function: Callable[..., Any], *operands: Any) -> Any:
+def compute_per_token(function: Callable[..., Any], *operands: Any) -> Any:
     """Computes ``function(*operands)`` of trees of [T] arrays in a kernel, `THREADS` tokens at a time."""
     leaves: list[Any] = jax.tree.leaves(operands)
     tree: Any = jax.tree.structure(operands)
@@ -418,7 +419,7 @@ def _kernel(function: Callable[..., Any], tree: Any, count: int, *refs: Any) -> 
         for ref, x in zip(results, jax.tree.leaves(values), strict=True):
             ref.at[rows.here][...] = x
 
-    pl.when(rows.live)(write)
+    pl.when(rows.any_exist)(write)
 
 
 COPIED = 512  # numbers that a block copies at a time
@@ -459,7 +460,7 @@ def _columns(call: Call, width: int) -> Any:
 def copy_rows(call: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
     """Copies the rows of hidden in the weight's dtype, followed by as many rows of zeros as any kernel reads.
 
-    ``numbers``: the number of rows.
+    ``numbers``: one entry, the number of rows to copy.
     """
     width, grid = _make_pieces(call)
     output = jax.ShapeDtypeStruct(hidden.shape, call.dtype)
@@ -485,7 +486,7 @@ def copy_rows(call: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"])
 def copy(call: Call, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
     """Copies a tile of the weight's rows. Both are in whole atoms: [V / 8, 8 H].
 
-    ``numbers``: the tile's first atom, and how many of its rows are no padding. Padding rows get zeros.
+    ``numbers``: the tile's first atom, and how many of its rows are not padding. Padding rows get zeros.
     """
     atom_size = TILING.atom * call.hidden_size
     output = jax.ShapeDtypeStruct((TILE_N // TILING.atom, atom_size), weight.dtype)

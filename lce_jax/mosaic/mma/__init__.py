@@ -2,7 +2,7 @@
 
 _pipeline.py  tiles of a product by two warpgroups, and the exchange of their halves
 _copies.py    copies of operands into shared memory: by TMA, or by cp.async
-_tuning.py    the free choices of each kernel
+_tuning.py    the tuning parameters of each kernel
 
 The accumulators have wgmma's layout, so the epilogues are the same as on Hopper (`common`). Hopper GPUs, which have
 these instructions, too, have run the kernels with TMA and, if forced, with cp.async (`benchmarks.programs.KERNELS`).

@@ -96,8 +96,8 @@ def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, be
         destination = stages.at[(stage, *slot)]
         plgpu.copy_gmem_to_smem(source.at[where], destination, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
-    own = warpgroup * WARPGROUP_ROWS
-    copy(matmul.lhs_k, lhs, place.row + own, place.lhs_k, ring.lhs, own, WARPGROUP_ROWS)
+    lhs_row = warpgroup * WARPGROUP_ROWS
+    copy(matmul.lhs_k, lhs, place.row + lhs_row, place.lhs_k, ring.lhs, lhs_row, WARPGROUP_ROWS)
 
     def copy_rhs(rhs: Any, k: Any) -> None:
         # Beyond the weight are rows of an active tile whose dlogits are zero, and columns that are in no result.

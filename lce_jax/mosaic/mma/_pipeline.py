@@ -27,7 +27,7 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._epilogue import ACCUMULATOR
+from lce_jax.mosaic.common._epilogue_steps import ACCUMULATOR
 from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
 from lce_jax.mosaic.common._ring import Ring, count_steps_before, find_stage
 from lce_jax.mosaic.common._tiles import (
@@ -142,14 +142,14 @@ def _multiply(
         rows = slice(first, first + WARPGROUP_ROWS)
         if matmul.lhs_k == 0:
             return (ring.lhs.at[stage, depth, rows].T[...] for depth in depths)
-        whole = ring.lhs.at[stage, rows, :][...]
-        return (whole[:, depth] for depth in depths)
+        stored = ring.lhs.at[stage, rows, :][...]
+        return (stored[:, depth] for depth in depths)
 
     def load_rhs(stage: Any) -> Iterator[Array]:
         if matmul.rhs_k == 0:
             return (ring.rhs.at[stage, depth, columns][...] for depth in depths)
-        whole = ring.rhs.at[stage, columns, :].T[...]
-        return (whole[depth] for depth in depths)
+        stored = ring.rhs.at[stage, columns, :].T[...]
+        return (stored[depth] for depth in depths)
 
     def step(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         stage = find_stage(matmul, before + i)

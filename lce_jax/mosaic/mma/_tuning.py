@@ -1,4 +1,4 @@
-"""The free choices of the kernels by mma.sync."""
+"""The tuning parameters of the kernels that use mma.sync."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lce_jax.types._types import Call
 EXCHANGED = 8  # columns that the warpgroups exchange at a time
 EXCHANGE_BYTES = 2 * ROW_BLOCK * EXCHANGED * 4
 
-KERNELS = ("forward", "dlogits", "dhidden", "dweight", "live_dhidden", "live_dweight")
+KERNELS = ("forward", "dlogits", "dhidden", "dweight", "active_dhidden", "active_dweight")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

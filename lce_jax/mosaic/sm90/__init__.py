@@ -1,7 +1,7 @@
 """Hopper GPUs (compute capability 9.0): wgmma from tiles that TMA brings into shared memory.
 
 _pipeline.py  tiles of a product: copies, wgmma, the registers of two warpgroups; held tiles of one head
-_tuning.py    the free choices of each kernel
+_tuning.py    the tuning parameters of each kernel
 """
 
 from __future__ import annotations

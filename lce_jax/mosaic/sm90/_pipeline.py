@@ -31,7 +31,7 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._epilogue import ACCUMULATOR
+from lce_jax.mosaic.common._epilogue_steps import ACCUMULATOR
 from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
 from lce_jax.mosaic.common._ring import (
     Ring,
@@ -87,7 +87,7 @@ def walk_products(
 ) -> None:
     """Like `walk_tiles`, with several products per tile, which ``consume`` must compute in order.
 
-    ``visit_all`` carries the number of steps before a tile. All products have the same tuning.
+    The loop carry of ``visit_all`` is the number of steps before a tile. All products have the same tuning.
     """
     matmul = products[0].matmul
 
@@ -178,10 +178,10 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
     )
 
 
-def kernel_of_heads(matmul: Matmul, body: Callable[..., None], *given: Any, **more: Any) -> Callable[..., Any]:
+def kernel_of_heads(matmul: Matmul, body: Callable[..., None], *arguments: Any, **more: Any) -> Callable[..., Any]:
     """Like `kernel`, but the last argument of ``body`` is shared memory for a held tile of each compute warpgroup."""
     held = plgpu.SMEM(HELD_SHAPE, jnp.float32, transforms=swizzled(STAGING_COLUMNS, 4))
-    return kernel(matmul, lambda *refs: body(*refs, held), *given, **more)
+    return kernel(matmul, lambda *refs: body(*refs, held), *arguments, **more)
 
 
 def hold(held: Any, x: Float[Array, "64 256"]) -> HeldTile:

@@ -21,12 +21,12 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "dhidden": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
     "dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
     # A cluster has tiles side by side, because row blocks do not share lists. A wave reads the weight at the same pace.
-    "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
-    "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster computes one vocabulary tile
+    "active_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
+    "active_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster computes one vocabulary tile
     # A held tile takes 128 KiB, which leaves 96 KiB for the stages. Four stages of 32 columns are faster than two of 64
-    # (16.1 ms instead of 17.2), and than three and a slot for dlogits (both passes 47.4 ms instead of 48.7). Turns with
-    # both heads' products would hide the epilogue, but four such steps are too short for the latency of memory: a
-    # forward would take 23.7 ms instead of 15.5, and that of a JSD 48.1 instead of 38.3.
+    # (16.1 ms instead of 17.2). They are also faster than three and a slot for dlogits (47.4 ms instead of 48.7 for
+    # both passes). Turns with both heads' products would hide the epilogue, but four such steps are too short for the
+    # latency of memory: a forward would take 23.7 ms instead of 15.5, and that of a JSD 48.1 instead of 38.3.
     "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_mixture_sums": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2),
@@ -74,7 +74,7 @@ class Tunings:
             "dlogits",
         ):  # otherwise half of the last step is empty
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
-        if kernel == "live_dhidden" and -(-call.hidden_size // TILE_N) % choice.cluster:
+        if kernel == "active_dhidden" and -(-call.hidden_size // TILE_N) % choice.cluster:
             choice = dataclasses.replace(choice, cluster=1)
         by_row_block = kernel in ("forward", "dlogits", "dhidden", "kl_statistics", "kl_mixture_sums", "kl_dlogits")
         if by_row_block and choice.cluster > 1 and row_blocks % choice.cluster and not many:

@@ -37,14 +37,14 @@ def add_gradients(
         return dhidden, None
     row = jnp.matmul(uniform, operands.hidden.astype(jnp.float32), precision="highest")
     part = jnp.broadcast_to(jnp.expand_dims(row, call.vocab_dim), dweight.shape)
-    part = _logprobs.zero_padding(part, _live(operands, call), call)
+    part = _logprobs.zero_padding(part, _unpadded_columns(operands, call), call)
     return dhidden, (dweight.astype(jnp.float32) + part).astype(dweight.dtype)
 
 
 def _summed_weight(operands: Operands, call: Call) -> Float[Array, "H"]:
-    weight = _logprobs.zero_padding(operands.weight, _live(operands, call), call)
+    weight = _logprobs.zero_padding(operands.weight, _unpadded_columns(operands, call), call)
     return jnp.sum(weight.astype(jnp.float32), axis=call.vocab_dim)
 
 
-def _live(operands: Operands, call: Call) -> Bool[Array, "V"] | None:
+def _unpadded_columns(operands: Operands, call: Call) -> Bool[Array, "V"] | None:
     return _logprobs.unpadded_columns(0, call.columns, operands.num_columns)

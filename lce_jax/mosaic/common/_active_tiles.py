@@ -28,13 +28,13 @@ TILES = 16  # tiles of a block, whose loads overlap
 
 def select(
     call: Call,
-    maxima: Float[Array, "tiles kept Tp"],
+    maxima: Float[Array, "tiles saved Tp"],
     targets: Int[Array, "Tp"],
     row_scale: Float[Array, "Tp"],
     merged: Float[Array, "n"],
     field: int,
     numbers: Int[Array, "3"],
-    held: Int[Array, "tiles blocks"] | None = None,
+    candidate_tiles: Int[Array, "tiles blocks"] | None = None,
 ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "parts Tp"] | None]:
     """Returns 1 for each active tile, and the probability in the other tiles, summed over groups of tiles.
 
@@ -44,25 +44,27 @@ def select(
         targets: the shard's columns of the labels, -1 for labels of other shards.
         row_scale: the k of eq. 0 in base 2.
         merged: flat; its fields ``field`` and ``field + 1`` are the maximum and the sum of the whole vocabulary.
-            Another field follows, or both are padded to whole row blocks.
+            The kernel reads full row blocks, so another field must follow these two, or they must be padded.
         field: the number of the field with the maximum.
         numbers: the number of rows, the stride of fields, and a tile that is always active, or -1.
-        held: 1 for each tile that holds a candidate. None: the call has no candidates.
+        candidate_tiles: 1 for each tile that holds a candidate. None: the call has no candidates.
     """
     shape = make_geometry(call, TILING)
     outputs, parts = [jax.ShapeDtypeStruct(active_tiles_shape(call), jnp.int32)], -(-shape.num_tiles // TILES)
     if maxima.shape[1] > 1:
         outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
-    body = functools.partial(_select, call, field, held is not None)
+    body = functools.partial(_select, call, field, candidate_tiles is not None)
     run = kernel(body, outputs, "lce_select", {"part": parts, "rows": shape.row_blocks})
-    live, *masses = run(maxima, targets, row_scale, merged, numbers, *([] if held is None else [held]))
-    return live, masses[0] if masses else None
+    active, *masses = run(
+        maxima, targets, row_scale, merged, numbers, *([] if candidate_tiles is None else [candidate_tiles])
+    )
+    return active, masses[0] if masses else None
 
 
 def _select(
     call: Call,
     field: int,
-    has_held: bool,
+    has_candidates: bool,
     maxima: Any,
     targets: Any,
     row_scale: Any,
@@ -70,7 +72,7 @@ def _select(
     numbers: Any,
     *refs: Any,
 ) -> None:
-    held_refs, (live, *masses) = refs[:has_held], refs[has_held:]
+    candidate_refs, (active, *masses) = refs[:has_candidates], refs[has_candidates:]
     block, part = lax.axis_index("rows"), lax.axis_index("part")
     count, stride, always = (numbers[i] for i in range(3))
     rows, zero = block_rows(block), on_all_threads(0.0, jnp.float32)
@@ -78,9 +80,9 @@ def _select(
 
     def put(tile: Any, is_active: Any) -> None:
         def store() -> None:
-            live[tile, block] = is_active
+            active[tile, block] = is_active
 
-        pl.when(tile < live.shape[0])(store)
+        pl.when(tile < active.shape[0])(store)
 
     def put_inactive() -> None:
         for tile in tiles:
@@ -91,9 +93,9 @@ def _select(
         there = on_all_threads(block * ROW_BLOCK) + thread_numbers() < count
         highest, sumexp = (merged[pl.ds((field + i) * stride + block * ROW_BLOCK, THREADS)] for i in range(2))
         of_rows, k = jnp.log(sumexp) * LOG2E, row_scale[rows]
-        holds = _holds(_find_tile(targets[rows]), held_refs, tiles, block)
+        holds = _holds(_find_tile(targets[rows]), candidate_refs, tiles, block)
         mass = zero
-        for tile, held, (largest, of_tile) in [
+        for tile, has_any, (largest, of_tile) in [
             (tiles[i], holds[i], _load(maxima, tiles[i], rows)) for i in range(TILES)
         ]:
             u = (largest - highest) * k - of_rows  # the logarithm of the tile's largest probability
@@ -101,7 +103,7 @@ def _select(
             is_active = jnp.where(u < math.log2(call.gradient_threshold), on_all_threads(0), on_all_threads(1))
             if call.has_floor:  # a row in which no column reaches the floor has no gradient, and its u is infinite
                 is_active = jnp.where(sumexp == 0.0, on_all_threads(0), is_active)
-            is_active = jnp.where(held > 0, on_all_threads(1), is_active)
+            is_active = jnp.where(has_any > 0, on_all_threads(1), is_active)
             is_active = jnp.where(on_all_threads(tile) == always, on_all_threads(1), is_active)
             is_active = jnp.max(jnp.where(there, is_active, on_all_threads(0)))
             put(tile, is_active)
@@ -118,8 +120,8 @@ def _select(
 def _holds(label_tile: Any, candidate_tiles: Sequence[Any], tiles: list[Any], block: Any) -> list[Any]:
     """Returns a positive number for each of ``tiles`` that holds the label of the thread's token or any candidate."""
     holds = [mask_to_int(label_tile == tile) for tile in tiles]
-    for held in candidate_tiles:
-        flags = (held[jnp.minimum(tile, held.shape[0] - 1), block] for tile in tiles)
+    for marks in candidate_tiles:
+        flags = (marks[jnp.minimum(tile, marks.shape[0] - 1), block] for tile in tiles)
         holds = [label + on_all_threads(candidate) for label, candidate in zip(holds, flags, strict=True)]
     return holds
 

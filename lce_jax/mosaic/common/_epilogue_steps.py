@@ -1,4 +1,4 @@
-"""What the epilogues of the kernels share: the rows of a warpgroup, the mask of padding columns, and stores.
+"""The steps that epilogues share: loads of a warpgroup's rows, the mask of padding columns, and stores.
 
 Padding columns of a tile get a value that adds nothing to any sum. Results are stored through shared memory by TMA, or
 from registers on a GPU without TMA.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,12 +25,13 @@ from lce_jax.mosaic.common._tiles import (
     TILE_N,
     WARPGROUP_ROWS,
     Matmul,
+    Tile,
     multiple_of,
     swizzled,
 )
 
 if TYPE_CHECKING:
-    from lce_jax.types._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 def mask_padding(
@@ -49,7 +50,7 @@ def mask_padding(
 def min_unpadded(
     z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, start: Any = 0
 ) -> Float[Array, "64"]:
-    """Returns the smallest logit of each row that is no padding.
+    """Returns the smallest logit of each row, without padding.
 
     The branch reduces the tile to a few columns, so that no second tile exists besides ``z``, which would spill
     registers.
@@ -84,6 +85,34 @@ ACCUMULATOR = AccumulatorLayout(WARPGROUP_ROWS)
 def warpgroup_rows(row: Any) -> Any:
     """Returns the 64 rows of this warpgroup in a tile that begins at ``row``."""
     return pl.ds(row + lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+
+class TokenRows(NamedTuple):
+    """The rows of a warpgroup's part of a tile. Each call loads anew, so that no register holds a number for long."""
+
+    refs: Any  # the arrays ``row_scale``, ``targets`` and ``floor``, [Tp], and ``holds_target``, [row blocks, tiles]
+    tile: Tile
+    where: Any  # the tile's first column and its number, in the shard
+
+    def place(self) -> Any:
+        """Computes the place of the rows in an array of all tokens."""
+        return warpgroup_rows(self.tile.row)
+
+    def load_scale(self) -> Float[Array, "64"]:
+        """Loads the k of eq. 0 in base 2."""
+        return ACCUMULATOR.load_rows(self.refs.row_scale, self.place())
+
+    def load_target(self) -> Int[Array, "64"]:
+        """Loads the columns of the labels, counted from the tile's first."""
+        return ACCUMULATOR.load_rows(self.refs.targets, self.place()) - self.where.column
+
+    def holds_target(self) -> Bool[Array, ""]:
+        """Loads whether the tile has the label of any row of its row block."""
+        return self.refs.holds_target[self.tile.row_block, self.where.number] > 0
+
+    def load_floor(self) -> Float[Array, "64"] | None:
+        """Loads the ``logit_floor``, if the call has one."""
+        return None if self.refs.floor is None else ACCUMULATOR.load_rows(self.refs.floor, self.place())
 
 
 def make_staging(machine: Machine, matmul: Matmul, columns: int, dtype: Any) -> Any:
@@ -132,7 +161,7 @@ def _where(add: bool | Array, send: Callable[[bool], None]) -> None:
 
 
 def _store(values: Float[Array, "64 64"], rows: Any, output: Any, column: Any, add: bool) -> None:
-    """Does the same from registers. The rows and columns of an output are multiples of 64."""
+    """Stores a block from registers, or adds it. The rows and columns of an output are multiples of 64."""
     place = output.at[rows, pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)]
 
     def store() -> None:

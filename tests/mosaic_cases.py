@@ -24,7 +24,7 @@ MULTIPROCESSORS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Case:
     name: str
     T: int = 136
     H: int = 128
@@ -48,85 +48,85 @@ class Call:
         return self.name
 
 
-def call(name: str, **fields: Any) -> Call:
-    own = {field.name for field in dataclasses.fields(Call)}
+def case(name: str, **fields: Any) -> Case:
+    own = {field.name for field in dataclasses.fields(Case)}
     options = _types.Call(**{key: value for key, value in fields.items() if key not in own})
-    return Call(name, options=options, **{key: value for key, value in fields.items() if key in own})
+    return Case(name, options=options, **{key: value for key, value in fields.items() if key in own})
 
 
-CALLS = [
-    call("ragged", T=200),
-    call("five tokens, columns that are no whole atom, mean logit", shared=True, T=5, V=777, num_columns=770,
+CASES = [
+    case("ragged", T=200),
+    case("five tokens, columns that are no whole atom, mean logit", shared=True, T=5, V=777, num_columns=770,
          temperature=True, mean_logit=True, entropy=False),
-    call("targets in the columns that are no whole atom", T=100, V=265, stats=True),
-    call("one step over H", H=64, V=512, T=264),
-    call("one step over H, shared", shared=True, H=64, V=256),
-    call("clusters", T=392, H=192, V=704, cluster=2),
-    call("clusters, rows left out, cache", T=500, V=512, num_rows=130, cluster=2, cache_bytes=300_000),
-    call("stages that do not divide, a cache that others read", H=448, V=512, T=40, owns_cache=False,
+    case("targets in the columns that are no whole atom", T=100, V=265, stats=True),
+    case("one step over H", H=64, V=512, T=264),
+    case("one step over H, shared", shared=True, H=64, V=256),
+    case("clusters", T=392, H=192, V=704, cluster=2),
+    case("clusters, rows left out, cache", T=500, V=512, num_rows=130, cluster=2, cache_bytes=300_000),
+    case("stages that do not divide, a cache that others read", H=448, V=512, T=40, owns_cache=False,
          cache_bytes=1 << 30),
-    call("several launches", T=40, H=64, V=4300, statistics_bytes=11_000, stats=True),
-    call("several launches, cache", T=40, H=64, V=4300, statistics_bytes=11_000, cache_bytes=1_200_000),
-    call("rows left out", T=392, num_rows=100),
-    call("no row left", T=264, num_rows=0, V=512),
-    call("padding, stats, softcap, temperature", num_columns=600, stats=True, logit_softcap=3.0, temperature=True),
-    call("padding of a traced number of columns", num_columns=200, traced_columns=True, logit_scale=0.5),
-    call("nothing but padding", num_columns=0, traced_columns=True, V=512),
-    call("cache", cache_bytes=1 << 30),
-    call("dhidden written once, rounded", rounds_dhidden=True, num_rows=100, cache_bytes=1 << 30),
-    call("chunks of a cache that others read", chunk=1, owns_cache=False, cache_bytes=1 << 30),
-    call("chunks, half a cache", chunk=1, cache_bytes=160_000),
-    call("chunks, columns that are no whole atom", chunk=1, V=777, cache_bytes=1 << 30, num_rows=100),
-    call("a shorter last chunk", chunk=2, V=1200),
-    call("a shorter last chunk, hv", chunk=2, T=40, V=1280, weight_layout="hv"),
-    call("a shorter last chunk, columns that are no whole atom", chunk=2, V=1283, cache_bytes=150_000),
-    call("padding up to columns that are no whole atom", V=517, num_columns=400),
-    call("padding up to half an atom", V=520, num_columns=200),
-    call("half a cache, float16", shared=True, dtype="float16", T=130, cache_bytes=150_000),
-    call(
+    case("several launches", T=40, H=64, V=4300, statistics_bytes=11_000, stats=True),
+    case("several launches, cache", T=40, H=64, V=4300, statistics_bytes=11_000, cache_bytes=1_200_000),
+    case("rows left out", T=392, num_rows=100),
+    case("no row left", T=264, num_rows=0, V=512),
+    case("padding, stats, softcap, temperature", num_columns=600, stats=True, logit_softcap=3.0, temperature=True),
+    case("padding of a traced number of columns", num_columns=200, traced_columns=True, logit_scale=0.5),
+    case("nothing but padding", num_columns=0, traced_columns=True, V=512),
+    case("cache", cache_bytes=1 << 30),
+    case("dhidden written once, rounded", rounds_dhidden=True, num_rows=100, cache_bytes=1 << 30),
+    case("chunks of a cache that others read", chunk=1, owns_cache=False, cache_bytes=1 << 30),
+    case("chunks, half a cache", chunk=1, cache_bytes=160_000),
+    case("chunks, columns that are no whole atom", chunk=1, V=777, cache_bytes=1 << 30, num_rows=100),
+    case("a shorter last chunk", chunk=2, V=1200),
+    case("a shorter last chunk, hv", chunk=2, T=40, V=1280, weight_layout="hv"),
+    case("a shorter last chunk, columns that are no whole atom", chunk=2, V=1283, cache_bytes=150_000),
+    case("padding up to columns that are no whole atom", V=517, num_columns=400),
+    case("padding up to half an atom", V=520, num_columns=200),
+    case("half a cache, float16", shared=True, dtype="float16", T=130, cache_bytes=150_000),
+    case(
         "cache with everything, narrow tiles", shared=True, T=264, H=192, V=1000, num_rows=100, num_columns=700,
         logit_softcap=3.0, temperature=True, cache_bytes=300_000, stats=True,
     ),
-    call("candidates, columns that are no whole atom", chunk=1, T=100, V=777, num_candidates=5, cache_bytes=80_000),
-    call("candidates that XLA gathers", chunk=1, T=40, H=64, V=512, num_candidates=3, weight_layout="hv"),
-    call("candidates, half a cache", chunk=1, num_candidates=3, cache_bytes=160_000, logit_softcap=3.0),
-    call(
+    case("candidates, columns that are no whole atom", chunk=1, T=100, V=777, num_candidates=5, cache_bytes=80_000),
+    case("candidates that XLA gathers", chunk=1, T=40, H=64, V=512, num_candidates=3, weight_layout="hv"),
+    case("candidates, half a cache", chunk=1, num_candidates=3, cache_bytes=160_000, logit_softcap=3.0),
+    case(
         "candidates, cache, padding, rows left out", T=264, V=1000, num_candidates=5, num_rows=100, num_columns=700,
         temperature=True, cache_bytes=1 << 30,
     ),
-    call("dweight added", adds_dweight=True, num_rows=100, cache_bytes=1 << 30),
-    call("dweight added, padding", adds_dweight=True, T=100, num_columns=600),
-    call("dweight added, columns that are no whole atom", adds_dweight=True, chunk=1, V=777, num_columns=775, T=40),
-    call("dweight written to a sum", adds_dweight=True, writes_sum=True, chunk=1, T=40),
-    call("dweight written to a sum, no row left", adds_dweight=True, writes_sum=True, T=264, num_rows=0, V=512),
-    call("dweight written to a sum, padding, hv", adds_dweight=True, writes_sum=True, V=832, num_columns=600, T=40,
+    case("dweight added", adds_dweight=True, num_rows=100, cache_bytes=1 << 30),
+    case("dweight added, padding", adds_dweight=True, T=100, num_columns=600),
+    case("dweight added, columns that are no whole atom", adds_dweight=True, chunk=1, V=777, num_columns=775, T=40),
+    case("dweight written to a sum", adds_dweight=True, writes_sum=True, chunk=1, T=40),
+    case("dweight written to a sum, no row left", adds_dweight=True, writes_sum=True, T=264, num_rows=0, V=512),
+    case("dweight written to a sum, padding, hv", adds_dweight=True, writes_sum=True, V=832, num_columns=600, T=40,
          weight_layout="hv"),
-    call("dweight written to a sum, columns that are no whole atom", adds_dweight=True, writes_sum=True, V=777, T=40),
-    call("dweight added, hv", adds_dweight=True, V=832, weight_layout="hv", T=40),
-    call("hv", weight_layout="hv", V=832),
-    call(
+    case("dweight written to a sum, columns that are no whole atom", adds_dweight=True, writes_sum=True, V=777, T=40),
+    case("dweight added, hv", adds_dweight=True, V=832, weight_layout="hv", T=40),
+    case("hv", weight_layout="hv", V=832),
+    case(
         "parts, padding, shared, clusters", shared=True, cluster=2, T=264, H=64, V=1056, num_columns=601, stats=True,
         vocab_part_size=264, traced_columns=True, temperature=True, num_candidates=3, num_rows=200,
     ),
-    call("parts, several launches", T=40, H=64, V=8500, statistics_bytes=11_000, vocab_part_size=4200),
-    call("parts of an odd V", T=40, V=777, num_columns=775, vocab_part_size=256),
-    call("parts, hv", T=40, V=832, weight_layout="hv", vocab_part_size=192),
-    call("floor, columns that are no whole atom", has_floor=True, T=100, V=777, num_columns=775, entropy=False,
+    case("parts, several launches", T=40, H=64, V=8500, statistics_bytes=11_000, vocab_part_size=4200),
+    case("parts of an odd V", T=40, V=777, num_columns=775, vocab_part_size=256),
+    case("parts, hv", T=40, V=832, weight_layout="hv", vocab_part_size=192),
+    case("floor, columns that are no whole atom", has_floor=True, T=100, V=777, num_columns=775, entropy=False,
          chunk=1),
-    call(
+    case(
         "floor with everything", shared=True, has_floor=True, T=264, H=64, V=1000, num_rows=100, num_columns=700,
         logit_softcap=3.0, temperature=True, cache_bytes=300_000, stats=True,
     ),
-    call("floor, parts", has_floor=True, T=40, H=64, V=777, num_columns=775, vocab_part_size=256, stats=True),
-    call("adapter, padding", rank=64, chunk=1, num_columns=600, cache_bytes=160_000),
-    call("adapter with everything", rank=128, chunk=1, cluster=2, T=264, H=192, V=777, num_rows=100, num_columns=775,
+    case("floor, parts", has_floor=True, T=40, H=64, V=777, num_columns=775, vocab_part_size=256, stats=True),
+    case("adapter, padding", rank=64, chunk=1, num_columns=600, cache_bytes=160_000),
+    case("adapter with everything", rank=128, chunk=1, cluster=2, T=264, H=192, V=777, num_rows=100, num_columns=775,
          has_floor=True, temperature=True, logit_softcap=3.0, stats=True),
-    call("adapter, rounded", shared=True, rank=64, H=64, cache_bytes=1 << 30, rounds_dhidden=True, dtype="float16"),
-    call("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
+    case("adapter, rounded", shared=True, rank=64, H=64, cache_bytes=1 << 30, rounds_dhidden=True, dtype="float16"),
+    case("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
 ]  # fmt: skip
 
 
-def draw(test: Call) -> tuple[Operands, Results]:
+def draw(test: Case) -> tuple[Operands, Results]:
     rng = np.random.default_rng(0)
     live = np.arange(test.T) < (test.T if test.num_rows is None else test.num_rows)
     hidden = np.where(live[:, None], rng.standard_normal((test.T, test.H)), 0)  # as compaction leaves them
@@ -161,7 +161,7 @@ def draw(test: Call) -> tuple[Operands, Results]:
     return operands, Results(outputs, mean_logit=seeds[3] if test.options.mean_logit else None)
 
 
-def draw_floor(test: Call, operands: Operands, columns: int) -> jax.Array:
+def draw_floor(test: Case, operands: Operands, columns: int) -> jax.Array:
     """In the middle between two logits, so that no rounding moves one over it; all or none reach some of them."""
     rng, matrix = np.random.default_rng(2), matrix_of(operands, test.options)
     x = np.sort(np.asarray(operands.hidden, np.float64) @ matrix[:columns].T, axis=1)
@@ -173,7 +173,7 @@ def draw_floor(test: Call, operands: Operands, columns: int) -> jax.Array:
     return jnp.asarray(floor, jnp.float32)
 
 
-def draw_candidates(test: Call, columns: int) -> jax.Array:
+def draw_candidates(test: Case, columns: int) -> jax.Array:
     """Some of them on no shard or another one, in the last columns, or twice in a token."""
     rng, shape = np.random.default_rng(1), (test.T, test.options.num_candidates)
     ids = np.where(rng.random(shape) < 0.2, -1, rng.integers(0, columns, shape))
@@ -182,7 +182,7 @@ def draw_candidates(test: Call, columns: int) -> jax.Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-def case_of(test: Call, device: Device = H200) -> _types.Call:
+def make_call(test: Case, device: Device = H200) -> _types.Call:
     return dataclasses.replace(
         test.options, num_tokens=test.T, hidden_size=test.H, columns=test.V, dtype=jnp.dtype(test.dtype),
         partial_rows=test.num_rows is not None,
@@ -190,7 +190,7 @@ def case_of(test: Call, device: Device = H200) -> _types.Call:
     )  # fmt: skip
 
 
-def budget_of(test: Call, budget: Budget, tiling: Tiling) -> Budget:
+def budget_of(test: Case, budget: Budget, tiling: Tiling) -> Budget:
     """One that gives several chunks, or several launches of the forward."""
     if test.chunk is not None:
         columns = test.chunk * tiling.tile
@@ -200,20 +200,20 @@ def budget_of(test: Call, budget: Budget, tiling: Tiling) -> Budget:
     return budget
 
 
-def check(test: Call, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(test: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares statistics, cache and gradients, and looks for a race in the last kernel; others print theirs."""
     afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    case = case_of(test, device)
-    assert mosaic.supports(case) is None
+    call = make_call(test, device)
+    assert mosaic.supports(call) is None
     operands, cotangent = draw(test)
     want, rows, gradients = expected(test, operands, cotangent)
-    cache = check_statistics(test, case, operands, want)
-    check_gradients(test, case, operands, rows, cache, gradients)
+    cache = check_statistics(test, call, operands, want)
+    check_gradients(test, call, operands, rows, cache, gradients)
     assert not races_found()  # in the last kernel
 
 
-def expected(test: Call, operands: Operands, cotangent: Results) -> Any:
+def expected(test: Case, operands: Operands, cotangent: Results) -> Any:
     """The oracle's statistics; the coefficients that the gradients are given; the oracle's gradients."""
     oracle = Oracle(operands, test.options)
     want = whole = oracle.statistics()
@@ -292,7 +292,7 @@ class Oracle:
         return d @ self.weight[: self.columns], dweight if self.options.vocab_dim == 0 else dweight.T
 
 
-def coefficients(test: Call, stats: Any, cotangent: Results, operands: Operands, where: Any = None) -> RowCoefficients:
+def coefficients(test: Case, stats: Any, cotangent: Results, operands: Operands, where: Any = None) -> RowCoefficients:
     """What `_shard` makes of the statistics of the whole vocabulary."""
     inverse = operands.inverse_temperature
     scale, factor = (
@@ -306,15 +306,15 @@ def traced(function: Any, operands: Operands, *rest: Any) -> Any:
     """The jitted ``function``'s results; a number of columns that is static stays so."""
     static = operands.num_columns
 
-    def call(operands: Operands, *rest: Any) -> Any:
+    def compute(operands: Operands, *rest: Any) -> Any:
         return function(operands._replace(num_columns=static) if isinstance(static, int) else operands, *rest)
 
-    return jax.jit(call)(operands, *rest)
+    return jax.jit(compute)(operands, *rest)
 
 
-def check_statistics(test: Call, case: _types.Call, operands: Operands, want: Any) -> Cache | None:
+def check_statistics(test: Case, call: _types.Call, operands: Operands, want: Any) -> Cache | None:
     """Returns the cache."""
-    stats, cache = traced(lambda operands: mosaic.statistics(operands, case, True), operands)
+    stats, cache = traced(lambda operands: mosaic.statistics(operands, call, True), operands)
     for name, got in stats._asdict().items():
         expected = getattr(want, name)
         assert (got is None) == (expected is None), name
@@ -328,20 +328,20 @@ def check_statistics(test: Call, case: _types.Call, operands: Operands, want: An
 
 
 def check_gradients(
-    test: Call, case: _types.Call, operands: Operands, rows: Any, cache: Cache | None, want: tuple[jax.Array, jax.Array]
+    test: Case, call: _types.Call, operands: Operands, rows: Any, cache: Cache | None, want: tuple[jax.Array, jax.Array]
 ) -> None:
     allowed = {"may_round_dhidden": test.rounds_dhidden, "may_overwrite_cache": test.owns_cache}
     held = np.nan if test.writes_sum else 0.5
     before = jnp.full(operands.weight.shape, held, jnp.float32) if test.adds_dweight else None
 
     def run(operands: Operands, rows: Any, cache: Any, before: Any, adds: Any) -> Any:
-        return mosaic.gradients(operands, case, rows, cache, dweight=before, adds_dweight=adds, **allowed)
+        return mosaic.gradients(operands, call, rows, cache, dweight=before, adds_dweight=adds, **allowed)
 
     dhidden, dweight, _, dadapter = traced(run, operands, rows, cache, before, not test.writes_sum)
-    if case.rank:
+    if call.rank:
         assert dweight is None
         assert dadapter.dtype == jnp.float32
-        dweight, want = dadapter, (want[0], want[1][:, case.hidden_size :])
+        dweight, want = dadapter, (want[0], want[1][:, call.hidden_size :])
     if before is not None:
         assert dweight.dtype == before.dtype
         dweight = dweight if test.writes_sum else dweight - before
