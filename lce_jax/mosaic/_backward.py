@@ -2,8 +2,9 @@
 
 The chunks run in a loop, so the dlogits of only one chunk exist at a time. The first chunks come from the cache, if
 there is one. If the cache may be overwritten, all cached tiles are one chunk, in the cache's memory. The kernel that
-recomputes logits computes the other chunks, in the same memory if a chunk fits it. The tile in which padding begins is contracted last (`_edge`). With two
-heads, dlogits are the gradients in the student's raw products (eqs. 8, 10), and everything else is the same.
+recomputes logits computes the other chunks, in the same memory if a chunk fits it. The tile in which padding begins is
+contracted last (`_edge`). With two heads, dlogits are the gradients in the student's raw products (eqs. 8, 10), and
+everything else is the same.
 """
 
 from __future__ import annotations

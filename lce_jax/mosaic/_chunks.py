@@ -157,7 +157,7 @@ class Chunks(NamedTuple):
 
 
 def choose_chunks(call: Call, shape: Geometry, budget: Budget, num_tiles: int, cached: int = 0) -> Chunks:
-    """Chooses the chunks of ``num_tiles`` tiles. They use the memory of ``cached`` tiles if that is no smaller chunk."""
+    """Chooses the chunks of ``num_tiles`` tiles. They use the memory of ``cached`` tiles if it is large enough."""
     size = choose_chunk_tiles(call, shape, budget, num_tiles)
     if size > cached:
         return Chunks(size, in_cache=False)
