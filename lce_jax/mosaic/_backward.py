@@ -2,8 +2,9 @@
 
 The chunks run in a loop, so the dlogits of only one chunk exist at a time. The first chunks come from the cache, if
 there is one. If the cache may be overwritten, all cached tiles are one chunk, in the cache's memory. The kernel that
-recomputes logits computes the other chunks. The tile in which padding begins is contracted last (`_edge`). With two
-heads, dlogits are the gradients in the student's raw products (eqs. 8, 10), and everything else is the same.
+recomputes logits computes the other chunks, in the same memory if a chunk fits it. The tile in which padding begins is
+contracted last (`_edge`). With two heads, dlogits are the gradients in the student's raw products (eqs. 8, 10), and
+everything else is the same.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 type Carry = tuple[Any, ...]
 
 
-type Dlogits = Callable[..., Array]  # (packed span, columns, the weights of `KernelCall.sources`) -> dlogits
+type Dlogits = Callable[..., Array]  # (packed span, columns, memory or None, the weights of `sources`) -> dlogits
 
 
 class Part(NamedTuple):
@@ -45,6 +46,8 @@ class Part(NamedTuple):
 
     chunks: range  # the first tile of each chunk; the step is the number of tiles per chunk
     dlogits: Dlogits
+    num_tiles: int  # of the array that holds a chunk's dlogits
+    in_cache: bool  # whether this array is the cache's memory
 
 
 def gradients(
@@ -119,8 +122,11 @@ def walk(
         start += [sums if one.call.gradients.hidden else None, total if one.call.gradients.weight else None]
     inputs = [one.prepared for one in kernel_call.heads], factors, candidates, cache
     carry: Carry = host.vary_like(tuple(start), inputs)
+    memory = None
     for i, part in enumerate(parts):
-        carry = _walk_chunks(kernel_call, part, candidates, carry, i > 0, dweight is not None, adds_dweight)
+        memory, carry = _walk_chunks(
+            kernel_call, part, candidates, memory, carry, i > 0, dweight is not None, adds_dweight
+        )
     if not (has_edge and kernel_call.call.gradients.hidden):
         return carry
     added = _edge.update_dhidden(kernel_call, factors, candidates, *carry[::2])
@@ -134,25 +140,18 @@ def _parts(
     may_overwrite_cache: bool,
 ) -> list[Part]:
     """Returns the cached tiles, if any, as one chunk if dlogits overwrite the cache; and the tiles to recompute."""
-    overwrites = may_overwrite_cache and _chunks.can_overwrite_cache(kernel_call.shape)
-    cached, num_tiles = 0 if cache is None else cache.num_tiles, kernel_call.shape.num_tiles
-
-    def chunks(start: int, stop: int) -> range:
-        return range(
-            start,
-            stop,
-            _chunks.choose_chunk_tiles(
-                kernel_call.call, kernel_call.shape, kernel_call.generation.budget, stop - start
-            ),
-        )
-
-    parts = []
+    shape, num_tiles = kernel_call.shape, kernel_call.shape.num_tiles
+    overwrites = may_overwrite_cache and _chunks.can_overwrite_cache(shape)
+    cached, parts = 0 if cache is None else cache.num_tiles, []
+    choose = functools.partial(_chunks.choose_chunks, kernel_call.call, shape, kernel_call.generation.budget)
     if cache is not None and cached:
-        cached_part = functools.partial(_cached_dlogits, kernel_call, factors, cache, overwrites)
-        parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), cached_part))
+        compute = functools.partial(_cached_dlogits, kernel_call, factors, cache, overwrites)
+        size = cached if overwrites else choose(cached).num_tiles
+        parts.append(Part(range(0, cached, size), compute, size, in_cache=overwrites))
     if cached < num_tiles:
-        recomputed = functools.partial(_edge.compute_dlogits, kernel_call, factors)
-        parts.append(Part(chunks(cached, num_tiles), recomputed))
+        compute = functools.partial(_edge.compute_dlogits, kernel_call, factors)
+        size, in_cache = choose(num_tiles - cached, cached if overwrites else 0)
+        parts.append(Part(range(cached, num_tiles, size), compute, cached if in_cache else size, in_cache))
     return parts
 
 
@@ -163,9 +162,11 @@ def _cached_dlogits(
     overwrites: bool,
     span: Array,
     columns: int,
+    memory: None,
     *weights: Array,
 ) -> Array:
     """Computes the dlogits of the span's tiles from the cache, of one head or two."""
+    del memory  # dlogits overwrite the cache, or have memory of their own
     launch, generation = kernel_call.host.launch, kernel_call.generation
     if isinstance(cache, Cache):
         return launch(
@@ -180,13 +181,15 @@ def _walk_chunks(
     kernel_call: KernelCall,
     part: Part,
     candidates: PlacedCandidates | None,
+    memory: Array | None,
     carry: Carry,
     follows: bool,
     may_add: bool = False,
     adds_dweight: Any = False,
-) -> Carry:
+) -> tuple[Array | None, Carry]:
     """Computes a part's gradients chunk by chunk, and adds them to the carry, or writes them.
 
+    ``memory`` is the cache's, if an earlier part has overwritten the cache with its dlogits; it is returned likewise.
     ``follows``: another part has written to the sums of dhidden already. dweight is added if ``may_add`` and
     ``adds_dweight``, which is known only at run time.
     """
@@ -195,7 +198,8 @@ def _walk_chunks(
     most = part.chunks.step
 
     @jax.named_scope("chunk")
-    def step(first: Any, carry: Carry) -> Carry:
+    def step(first: Any, memory_and_carry: tuple[Array | None, Carry]) -> tuple[Array | None, Carry]:
+        memory, carry = memory_and_carry
         column, num_tiles = first * shape.tile, least(part.chunks.stop - first, most)
         depth = least(greatest(contracted - column, 0), num_tiles * shape.tile)
         adds = follows or first > part.chunks.start
@@ -208,7 +212,7 @@ def _walk_chunks(
             one.prepared.weight if in_place else _edge.copy_columns(one, column, most * shape.tile)
             for one in kernel_call.sources
         ]
-        d = part.dlogits(span, most * shape.tile, *weights)
+        d = part.dlogits(span, part.num_tiles * shape.tile, memory, *weights)
         d = d if candidates is None else candidates.put(kernel_call, d, column, column + num_tiles * shape.tile)
         updated: list[Any] = []
         products = zip(kernel_call.products, weights[: len(kernel_call.products)], carry[::2], carry[1::2], strict=True)
@@ -225,6 +229,6 @@ def _walk_chunks(
                     one, dweight, copy, column, num_tiles * shape.tile, may_add and adds_dweight
                 )
             updated += [sums, dweight]
-        return tuple(updated)
+        return kernel_call.host.vary_like(d, carry) if part.in_cache else None, tuple(updated)
 
-    return kernel_call.host.loop(part.chunks, step, carry)
+    return kernel_call.host.loop(part.chunks, step, (memory if part.in_cache else None, carry))

@@ -149,14 +149,30 @@ class Budget:
     statistics_bytes: int = 160 << 20  # for the forward's partial statistics; more need several launches
 
 
-def choose_chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
+class Chunks(NamedTuple):
+    """How a part of the vocabulary is split into chunks."""
+
+    num_tiles: int  # of a chunk
+    in_cache: bool  # whether the dlogits of a chunk overwrite the cache, whose own dlogits have been used
+
+
+def choose_chunks(call: Call, shape: Geometry, budget: Budget, num_tiles: int, cached: int = 0) -> Chunks:
+    """Chooses the chunks of ``num_tiles`` tiles. They use the memory of ``cached`` tiles if it is large enough."""
+    size = choose_chunk_tiles(call, shape, budget, num_tiles)
+    if size > cached:
+        return Chunks(size, in_cache=False)
+    return Chunks(choose_chunk_tiles(call, shape, budget, num_tiles, cached), in_cache=True)
+
+
+def choose_chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int, free: int = 0) -> int:
     """Returns how many of ``num_tiles`` tiles a chunk of the backward covers: the fastest number within the budget.
 
     The cost is the number of waves of tiles over the multiprocessors, and for each chunk the traffic of dhidden.
+    ``free``: the number of tiles that have memory outside the budget.
     """
     tile_bytes = shape.tokens * shape.tile * call.dtype.itemsize
     for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4
-    most = min(num_tiles, max(for_dlogits // tile_bytes, _least_tiles(shape, budget, tile_bytes)))
+    most = min(num_tiles, max(for_dlogits // tile_bytes, _least_tiles(shape, budget, tile_bytes), free))
 
     def cost(chunk: int) -> float:
         full, rest = divmod(num_tiles, chunk)

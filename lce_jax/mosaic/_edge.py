@@ -104,7 +104,7 @@ def update_dhidden(
     column, copied = tile * kernel_call.shape.tile, [copy_tile(one, tile) for one in kernel_call.sources]
     depth = kernel_call.prepared.num_columns - column
     span = kernel_call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
-    d = compute_dlogits(kernel_call, factors, span, kernel_call.shape.tile, *copied)
+    d = compute_dlogits(kernel_call, factors, span, kernel_call.shape.tile, None, *copied)
     d = d if candidates is None else candidates.put(kernel_call, d, column, column + depth)
     each = zip(kernel_call.products, sums, copied[: len(sums)], strict=True)
     return [
@@ -118,12 +118,18 @@ def compute_dlogits(
     factors: Float[Array, "factors Tp"],
     span: Int[Array, "fields"],
     columns: int,
+    memory: Float[Array, "T columns"] | None,
     *weights: Any,
 ) -> Float[Array, "T columns"]:
-    """Computes the dlogits of the span's tiles, of one head or two. ``weights`` may be copies."""
+    """Computes the dlogits of the span's tiles, of one head or two, in ``memory`` if there is any.
+
+    ``weights`` may be copies.
+    """
     launch, generation = kernel_call.host.launch, kernel_call.generation
     if kernel_call.plan is not None:
         arguments = kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, columns
-        return launch(kl_dlogits, generation, *arguments, kernel_call.plan.direction)
-    weight, *adapter = weights
-    return launch(dlogits, generation, kernel_call.arrays, weight, kernel_call.call, factors, span, columns, *adapter)
+        return launch(kl_dlogits, generation, *arguments, kernel_call.plan.direction, memory)
+    weight, adapter = weights if len(weights) == 2 else (*weights, None)
+    return launch(
+        dlogits, generation, kernel_call.arrays, weight, kernel_call.call, factors, span, columns, adapter, memory
+    )

@@ -10,9 +10,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._active_tiles import Batch, place
 from lce_jax.types import _jax
 from lce_jax.types._types import Call
@@ -84,8 +86,12 @@ class Traced:
         return x.reshape(tuple(shape))
 
     def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
-        """Adds a kernel to the program."""
-        return kernel(*operands, **more)
+        """Adds a kernel to the program. Launches of equal shapes and options share one lowered kernel."""
+        leaves, tree = jax.tree.flatten((operands, more))
+        is_array = tuple(isinstance(x, jax.Array) for x in leaves)
+        options = tuple(x for x, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
+        run = _jit_launch(kernel, tree, is_array, options, _pallas.read_context())
+        return run(*(x for x, dynamic in zip(leaves, is_array, strict=True) if dynamic))
 
     def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
         """Lets XLA compile ``function``."""
@@ -110,6 +116,21 @@ class Traced:
     def vary_like[T](self, tree: T, like: Any) -> T:
         """Makes ``tree`` vary over the manual axes over which ``like`` varies."""
         return _jax.vary_like(tree, like)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jit_launch(
+    kernel: Callable[..., Any], tree: Any, is_array: tuple[bool, ...], options: tuple[Any, ...], _: Any
+) -> Callable[..., Any]:
+    """Returns a launch as a jitted function of its arrays, one for each context in which kernels are traced."""
+
+    def launch(*arrays: Any) -> Any:
+        sources = {True: iter(arrays), False: iter(options)}
+        operands, more = jax.tree.unflatten(tree, [next(sources[dynamic]) for dynamic in is_array])
+        return kernel(*operands, **more)
+
+    launch.__name__ = kernel.__name__
+    return jax.jit(launch)
 
 
 TRACED = Traced()

@@ -55,8 +55,9 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     shape = make_geometry(student, generation.tiling)
     copied = [_copied_bytes(call, make_geometry(call, generation.tiling)) for call in kl.calls]
     cached, tiles = _chunks.count_cached_kl_tiles(kl, shape), shape.count_tiles(kl.columns)
-    left = shape.num_tiles - cached
-    chunk = _chunks.choose_chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
+    left, overwritten = shape.num_tiles - cached, cached if _chunks.can_overwrite_cache(shape) else 0
+    chunks = _chunks.choose_chunks(student, shape, generation.budget, left, overwritten)
+    chunk = chunks.num_tiles * shape.tile if left and not chunks.in_cache else 0
     arrays = _chunks.choose_launch_tiles(_chunks.KL_FIELDS, shape, generation.budget) + _chunks.count_groups(shape)
     statistics = 4 * _chunks.KL_FIELDS * arrays * shape.padded_tokens
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
@@ -114,11 +115,9 @@ def _plan_backward(call: Call, shape: Geometry, generation: Generation) -> _Back
     adapter_sums = 4 * math.prod(_chunks.dhidden_shape(call.replace(hidden_size=call.rank), shape)) if call.rank else 0
     cached = _chunks.count_cached_tiles(call, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
-    parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
-    columns = (
-        max((_chunks.choose_chunk_tiles(call, shape, generation.budget, part) for part in parts), default=0)
-        * shape.tile
-    )
+    parts = (cached - overwritten, 0), (shape.num_tiles - cached, overwritten)  # tiles, and those of free memory
+    chunks = [_chunks.choose_chunks(call, shape, generation.budget, *part) for part in parts if part[0]]
+    columns = max((one.num_tiles for one in chunks if not one.in_cache), default=0) * shape.tile
     if call.gradient_threshold:
         slots = _chunks.choose_active_slots(
             call, shape, generation.budget, generation.tunings.of(call, "dlogits").cluster

@@ -66,27 +66,21 @@ def dlogits(
     span: Int[Array, "fields"],
     columns: int,
     adapter: Float[Array, "V R"] | None = None,
+    memory: Float[Array, "T columns"] | None = None,
 ) -> Float[Array, "T columns"]:
     """Computes the gradients in the span's raw products, in the weight's dtype, in the first of ``columns`` columns.
 
     ``weight`` and ``adapter``, B of an adapter, hold the span's columns at its offset. Padding columns get zeros. Tiles
-    after the span, and row blocks without an unmasked row, are not written.
+    after the span, and row blocks without an unmasked row, are not written. The result overwrites ``memory``, if given.
     """
     machine, matmul = generation.machine, _logits.make_matmul(call, generation.tunings.of(call, "dlogits"))
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), call.dtype)
-    run = machine.kernel(matmul, functools.partial(_kernel, machine, matmul), [output], "lce_dlogits")
-    (result,) = run(
-        prepared.hidden,
-        weight,
-        prepared.targets,
-        prepared.row_scale,
-        prepared.holds_target,
-        prepared.mask,
-        factors,
-        span,
-        *[x for x in (prepared.floor, adapter) if x is not None],
-    )
-    return result
+    optional = [x for x in (prepared.floor, adapter) if x is not None]
+    per_token = prepared.targets, prepared.row_scale, prepared.holds_target, prepared.mask, factors
+    operands = [prepared.hidden, weight, *per_token, span, *optional]
+    body, updated = functools.partial(_kernel, machine, matmul), None if memory is None else {len(operands): 0}
+    run = machine.kernel(matmul, body, [output], "lce_dlogits", updated=updated)
+    return run(*operands, *([] if memory is None else [memory]))[0]
 
 
 def _kernel(
@@ -100,10 +94,11 @@ def _kernel(
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
     scalars: Any,  # a `Span`
-    *refs: Any,  # the floor and B, if any, and the output [T, columns]
+    *refs: Any,  # the floor, B, and the memory of the output, if any; and the output [T, columns]
 ) -> None:
-    *operands, output = refs
-    floor, adapter = operands[: matmul.call.has_floor], operands[matmul.call.has_floor :]
+    *optional, output = refs
+    num_floors, num_adapters = int(matmul.call.has_floor), int(matmul.call.rank > 0)
+    floor, adapter = optional[:num_floors], optional[num_floors : num_floors + num_adapters]
     span, tile_refs = Span.unpack(scalars), DlogitsRefs(targets, row_scale, holds_target, mask, factors, output, *floor)
     first_tile = _logits.first_tile(span)
 
@@ -229,22 +224,25 @@ def kl_dlogits(
     span: Int[Array, "fields"],
     columns: int,
     direction: Direction,
+    memory: Float[Array, "Tp columns"] | None = None,
 ) -> Float[Array, "Tp columns"]:
     """Computes eq. 8 or 10 in the student's raw products, in its weight's dtype, in the first of ``columns`` columns.
 
     ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times its value in eq. 8; for "jsd"
     and "tv" they are the `MixtureFactors`. Padding columns get zeros. Tiles after the span, and row blocks without an
-    unmasked row, are not written.
+    unmasked row, are not written. The result overwrites ``memory``, if given.
     """
     machine, matmuls = generation.machine, _heads.make_matmuls(calls, generation.tunings.of(calls[0], "kl_dlogits"))
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), calls[0].dtype)  # whole tiles
     body = functools.partial(_kl_kernel, machine, matmuls, direction)
-    run = machine.kernel_of_heads(matmuls[0], body, [output], "lce_kl_dlogits")
-    return run(*_heads.pack_operands(operands, span), factors)[0]
+    arrays = [*_heads.pack_operands(operands, span), factors]
+    updated = None if memory is None else {len(arrays): 0}
+    run = machine.kernel_of_heads(matmuls[0], body, [output], "lce_kl_dlogits", updated=updated)
+    return run(*arrays, *([] if memory is None else [memory]))[0]
 
 
 def _kl_kernel(machine: Machine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
-    *arrays, row_scales, mask, scalars, (factors, output, held) = _heads.unpack_refs(refs)
+    *arrays, row_scales, mask, scalars, (factors, *_, output, held) = _heads.unpack_refs(refs)  # _: the output's memory
     span = Span.unpack(scalars)
     tile_refs = KLRefs(_heads.make_head_operands(matmuls, row_scales), mask, output, factors)
 
