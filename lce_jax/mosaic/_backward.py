@@ -229,6 +229,8 @@ def _walk_chunks(
                     one, dweight, copy, column, num_tiles * shape.tile, may_add and adds_dweight
                 )
             updated += [sums, dweight]
-        return kernel_call.host.vary_like(d, carry) if part.in_cache else None, tuple(updated)
+        if not part.in_cache:
+            return None, tuple(updated)
+        return kernel_call.host.order((kernel_call.host.vary_like(d, carry), tuple(updated)))
 
     return kernel_call.host.loop(part.chunks, step, (memory if part.in_cache else None, carry))

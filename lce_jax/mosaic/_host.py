@@ -54,6 +54,9 @@ class Host(Protocol):
     def put(self, x: Any, columns: Any, values: Any, numbers: Any, *active_tiles: Any) -> Any:
         """Writes the values [T, K], rounded, to distinct places in ``x`` (`lce_jax.mosaic._active_tiles.place`)."""
 
+    def order[T](self, tree: T) -> T:
+        """Returns ``tree``, so that all of it is computed before a later step uses, or overwrites, a part of it."""
+
     def vary_like[T](self, tree: T, like: Any) -> T:
         """Returns ``tree`` with the type of a loop's carry that holds values computed from ``like``."""
 
@@ -112,6 +115,10 @@ class Traced:
         is_there, row, column = place(columns, token, numbers, *active_tiles)
         places = jnp.where(is_there, row, x.shape[0] + token), jnp.where(is_there, column, k)
         return x.at[places].set(values.astype(x.dtype), mode="drop", unique_indices=True)
+
+    def order[T](self, tree: T) -> T:
+        """Adds a barrier, without which XLA copies what a later kernel overwrites."""
+        return lax.optimization_barrier(tree)
 
     def vary_like[T](self, tree: T, like: Any) -> T:
         """Makes ``tree`` vary over the manual axes over which ``like`` varies."""

@@ -110,6 +110,10 @@ class Tape:
         """Returns a view."""
         return x.view(shape)
 
+    def order[T](self, tree: T) -> T:
+        """Returns ``tree`` unchanged, because the steps run in the order of their recording."""
+        return tree
+
     def vary_like[T](self, tree: T, like: Any) -> T:
         """Returns ``tree`` unchanged, because only JAX has types that vary over a mesh."""
         del like

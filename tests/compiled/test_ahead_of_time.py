@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,16 @@ def test_a_device_that_only_the_lowering_names_is_refused() -> None:
         assert "mosaic_gpu" in step.lower(*one_device(mesh)).compile().as_text()
     plain = jax.jit(functools.partial(logprobs, implementation="xla"))
     assert "mosaic_gpu" not in plain.lower(*one_device(mesh)).as_text()
+
+
+def test_no_program_copies_the_cache() -> None:
+    """Recomputed dlogits overwrite it after the products have read it."""
+    mesh = TARGETS["h200"].mesh(1, 1)
+    with jax.set_mesh(Mesh([mesh.devices.flat[0]], ("device",))):
+        step = jax.jit(jax.value_and_grad(functools.partial(logprobs, cache_bytes=6 << 20), argnums=(0, 1)))
+        text = step.lower(*one_device(mesh)).compile().as_text()
+    assert text.count("mosaic_gpu") > 8
+    assert not re.search(r" = bf16\S* copy\(", text)
 
 
 def test_the_page_compiles_for_a_pod(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,8 +155,16 @@ def _sum_divergence(*heads: Any, **options: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_more_chunks_compile_no_more_kernels() -> None:
-    few, many = (lower(T, 1024, 151936, cache_bytes=1 << 30).count("@mosaic_gpu_v2") for T in (8192, 131072))
+    few, many = (lower(T, 1024, 151936, cache_bytes=1 << 30).count("@mosaic_gpu_v2") for T in (65536, 131072))
     assert few == many
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper")
+def test_recomputed_dlogits_overwrite_cached_ones_and_share_their_products() -> None:
+    text = lower(512, 256, 31040, cache_bytes=1 << 24)
+    for name in ("update_dhidden", "write_dweight"):
+        assert (text.count(f"call @{name}"), text.count(f"func.func private @{name}")) == (2, 1)
 
 
 @pytest.mark.slow
