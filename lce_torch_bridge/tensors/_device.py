@@ -2,9 +2,9 @@
 
 - `describe_device` and `launch_refusal` describe a device to `lce_jax`, and say whether kernels can be launched on it.
 - `check_readable` and `make_usable` check a tensor before kernels read it by its address: that it is dense, has memory,
-and has no negative or conjugate bit. torch does not check this: some of its own kernels read freed memory, and the
-values of a tensor with one of these bits differ from the values in its memory. - Other functions say whether a call is
-traced, recorded for a backward, inside a checkpoint, or run again.
+  and has no negative or conjugate bit. torch does not check this: some of its own kernels read freed memory, and the
+  values of a tensor with one of these bits differ from the values in its memory.
+- Other functions say whether a call is traced, recorded for a backward, inside a checkpoint, or run again.
 
 This module has most of torch's private names that the bridge uses; they exist in torch 2.11 and 2.14.1. Either no
 public function gives the same information, or the public one takes several times as long and is used only if the
