@@ -288,7 +288,7 @@ def lk_lambda(
         kl: ``[...]`` KL(target ‖ draft), as ``linear_kl(..., direction="forward")`` returns it for the draft as
             student.
         variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the same models.
-        eta: η, at least 0. 0 is the KL alone. The default is the best of the paper's.
+        eta: η, at least 0. 0 is the KL alone. The default is the paper's best value.
 
     Returns:
         ``[...]``, at least 0; 0 in rows that `linear_kl` leaves out.

@@ -231,7 +231,7 @@ def lk_lambda(kl: torch.Tensor, variation: torch.Tensor, *, eta: float = 3.0) ->
         kl: ``[...]`` KL(target ‖ draft), as ``linear_kl(..., direction="forward")`` returns it for the draft as
             student.
         variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the same models.
-        eta: η, at least 0. 0 is the KL alone. The default is the best of the paper's.
+        eta: η, at least 0. 0 is the KL alone. The default is the paper's best value.
 
     Returns:
         ``[...]``, at least 0; 0 in rows that `linear_kl` leaves out.
@@ -337,8 +337,8 @@ def distillation_loss(
     Numerics:
         Everything is float32. The rest ``1 - Σ q`` is computed without cancellation when one candidate has nearly all
         probability: as ``-expm1`` of its log-probability minus the other candidates' probabilities. Log-probabilities
-        in float32 determine the rest only to 1e-7. So in a logarithm a smaller rest than 2⁻²⁰ counts as 2⁻²⁰, and has
-        no gradient.
+        in float32 determine the rest only to 1e-7. So in a logarithm a rest below 2⁻²⁰ counts as 2⁻²⁰, and has no
+        gradient.
 
     Example:
         >>> import torch

@@ -394,8 +394,8 @@ def sum_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *others:
     [T, K], whose values are equal where columns are equal; they are returned in the sorted order.
 
     The terms can then be scattered to distinct indices, which is deterministic. On a GPU, two additions at one index
-    are not deterministic. After the loop's step of 2ⁿ, each sorted term is the sum of the last 2ⁿ⁺¹ terms of its
-    column.
+    are not deterministic. After the loop's step of 2ⁿ, each sorted term is a sum of up to 2ⁿ⁺¹ terms of its column:
+    itself and those before it.
     """
     columns, terms, *sorted_others = lax.sort((columns, terms, *others), dimension=1, num_keys=1, is_stable=True)
     step, most = 1, columns.shape[1]

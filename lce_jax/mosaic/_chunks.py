@@ -34,7 +34,10 @@ MAX_SPLITS = 4  # the largest number of parts into which the contraction over th
 
 
 def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
-    """Returns (splits, tokens, hidden) in whole tiles: several arrays if one has fewer tiles than the GPU has cores."""
+    """Returns the shape [splits, tokens, hidden] of the kernels' output for dhidden, in whole tiles.
+
+    There are several splits, whose sum is dhidden, if one split has fewer tiles than the GPU has multiprocessors.
+    """
     rows, columns = shape.padded_tokens, -(-call.hidden_size // shape.tile) * shape.tile
     num_tiles = rows // shape.row_block * (columns // shape.tile)
     most = MAX_SPLITS if num_tiles < call.device.core_count else 1  # each chunk reads and writes each array
@@ -46,7 +49,7 @@ def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
 
 
 def empty_dhidden(host: Host, call: Call, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
-    """Returns memory for the kernels' output, in the weight's dtype if they round.
+    """Returns memory for the kernels' output for dhidden, in the weight's dtype if the kernels round it (``rounds``).
 
     Several splits are fp32, because they are summed after the kernels.
     """

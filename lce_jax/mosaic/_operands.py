@@ -150,7 +150,7 @@ class Marked(NamedTuple):
 
     targets: Int[Array, "Tp"]
     row_scale: Float[Array, "Tp"]
-    holds_target: Int[Array, "blocks tiles"]  # more columns are padding
+    holds_target: Int[Array, "blocks tiles"]  # it may have further columns, which are padding
     floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
 
 

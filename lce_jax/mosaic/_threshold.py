@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 class TileStatistics(NamedTuple):
     """What the forward saves for `select`."""
 
-    maxima: Float[
-        Array, "tiles saved Tp"
-    ]  # each vocabulary tile's largest x, and Σ e^u if the dropped mass is requested
+    # Each vocabulary tile's largest x, and Σ e^u if the dropped mass is requested.
+    maxima: Float[Array, "tiles saved Tp"]
     targets: Int[Array, "Tp"]
     row_scale: Float[Array, "Tp"]
     always: Any  # a vocabulary tile that is always active, or -1

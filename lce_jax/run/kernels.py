@@ -112,7 +112,7 @@ class LaunchedCall:
 
     @property
     def stride(self) -> int:
-        """The rows of the caller's arrays."""
+        """The number of rows of the caller's arrays."""
         return max(self.call.num_tokens, THREADS)
 
     @property

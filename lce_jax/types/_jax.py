@@ -156,7 +156,7 @@ def cotangent_arrays(tree: Any) -> Any:
 
 
 def example_type(size: int, batched: bool, x: Any) -> Any:
-    """Returns the type of one example of ``x``. If ``x`` is batched, its first dimension is the batch of ``size``."""
+    """Returns the type of one example of ``x``. If ``x`` is batched, its first dimension counts ``size`` examples."""
     return mapped_aval(size, 0, jax.typeof(x)) if batched else jax.typeof(x)
 
 

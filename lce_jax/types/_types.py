@@ -453,7 +453,8 @@ class Plan:
     def most_bytes(self) -> int:
         """The peak memory: ``kept_bytes`` plus the larger pass.
 
-        Part of it may be memory that the gradients take later.
+        The gradients may later take part of this memory. So the real peak may be lower than this number plus the
+        gradients.
         """
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 

@@ -147,7 +147,10 @@ def _add_operands(tape: Tape, launched: LaunchedKL) -> Heads:
 def _exchange(
     tape: Tape, launched: LaunchedKL, temperatures: Sequence[Buffer], group: str, sent: Buffer, saved: Buffer | None
 ) -> Buffer:
-    """Returns the groups of all ranks. If they have room for it, each token has a tag, as in `_passes`."""
+    """Gathers the statistics that the ranks send, a stack of tile groups from each rank.
+
+    If the call has ``saved``, the last field of the first tile group has each token's tag, as in `_passes`.
+    """
     calls = [head.call for head in launched.heads]
     options = [(x.num_tokens, x.columns, x.vocab_size, x.logit_scale, x.logit_softcap, x.direction) for x in calls]
     checksum, count = _tensor_parallel.compute_checksum(*options, launched.beta), calls[0].num_tokens

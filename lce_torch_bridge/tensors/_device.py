@@ -154,7 +154,10 @@ def is_traced() -> bool:
 
 
 def cache_results[R](function: Callable[..., R]) -> Callable[..., R]:
-    """Decorates a function to cache its results by the arguments, except while torch traces, which saves host time."""
+    """Decorates a function to cache its results by the arguments, which saves time on the host.
+
+    While torch traces, nothing is cached.
+    """
     cached = functools.lru_cache(maxsize=1024)(function)
 
     @functools.wraps(function)
@@ -192,7 +195,10 @@ def checkpoint_hook() -> Any:
 
 
 def any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether a tensor needs operators: a subclass, a meta tensor, or a batch of is_grads_batched=True."""
+    """Whether torch watches one of the tensors, so that the call must run as this package's torch operator.
+
+    torch watches a subclass, a meta tensor, and a tensor that ``is_grads_batched=True`` has batched.
+    """
     return bool([x for x in tensors if x is not None and (type(x) not in PLAIN or x.is_meta or is_batched(x))])
 
 

@@ -65,8 +65,8 @@ def min_unpadded(
 def fold_columns(z: Float[Array, "64 256"], function: Callable[[Array, Array], Array]) -> Float[Array, "64 8"]:
     """Reduces a tile in each thread alone, to eight columns.
 
-    Branches return this, because with the shuffles of a whole reduction inside a branch, the compiler would treat all
-    later code as divergent and spill registers.
+    A branch calls this function, and the reduction ends after the branch. If the shuffles of a full reduction were
+    inside a branch, the compiler would treat all later code as divergent, and spill registers.
     """
     return functools.reduce(function, (z[:, start : start + FOLDED] for start in range(0, z.shape[1], FOLDED)))
 

@@ -233,7 +233,7 @@ type Hold = Callable[[Array], HeldTile]
 
 
 def take_block(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
-    """Returns the same columns of a tile in registers as `HeldTile.block`."""
+    """Returns block ``i`` of a tile in registers, as `HeldTile.block` returns it of a held tile."""
     return x[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS]
 
 
@@ -258,7 +258,7 @@ def update_tiles(
 ) -> list[Array]:
     """Runs ``epilogue`` on the span's tiles, and returns the arrays that it updates, the statistics first.
 
-    ``operands`` may end with factors of the rows.
+    ``operands`` may end with the factors that each row has.
     """
     machine, both = generation.machine, make_matmuls(calls, generation.tunings.of(calls[0], kernel))
     run = machine.kernel_of_heads(

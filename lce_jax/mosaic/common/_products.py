@@ -143,7 +143,7 @@ def update(machine: Machine, matmul: Matmul, body: Any, name: str, operands: tup
 
 
 def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps: Any, visit: Visit, carry: Any) -> Any:
-    """Visits the tiles of the result, each of them ``splits`` times, with one part of the contraction each."""
+    """Visits every tile of the result ``splits`` times: once for each part of the contraction."""
     area, per_split = groups * columns, ceil_div(num_steps, splits)
 
     def tile(info: Any, carry: Any) -> Any:

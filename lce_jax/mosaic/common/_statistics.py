@@ -200,7 +200,7 @@ def write_statistics(
     x = ACCUMULATOR.apply_floor(x, floor)
     highest = _find_max(x, label)
     # With a cache, the target's logit comes before the exponentials, so that x is freed block by block. Without a cache
-    # it comes after them. The other order spills registers, with and without a cache.
+    # the target's logit comes after the exponentials. In either case, the opposite order would spill registers.
     if refs.cache is None:
         sums = _sum_tile(call, x, row_scale, highest)
         at_target = _find_target(x, target, holds, label)

@@ -32,8 +32,9 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2),
 }
 
-# For a short contraction, in which the epilogue is a large part. Turns hide the epilogue, but read each tile of rhs
-# twice, in steps of half the time. If few row blocks share a tile of the weight, this is too short for HBM's latency.
+# For a short contraction, in which the epilogue is a large part. With two turns (`_pipeline`), one warpgroup multiplies
+# during the other's epilogue, so that the epilogue is hidden. But each tile of rhs is read twice, and a step takes half
+# the time. If few row blocks share a tile of the weight, a step is too short for HBM's latency.
 SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
 
 # For products if H is a multiple of NARROW_TILE_N and not of TILE_N. At H 2880, 6.7 % of the work of tiles with 256
@@ -53,8 +54,9 @@ class Tunings:
 
     short_hidden: int = 3072  # below it the contraction over H is short
     short_tokens: int = 1024  # below it the contraction over the tokens is short
-    many_row_blocks: int = 16  # from so many on, one more costs little, and each tile of the weight is used often
-    # Better tunings of a device (by kind and kernel), from a hidden size on. `python -m benchmarks sweep` finds them.
+    many_row_blocks: int = 16  # from this number on, one more costs little, and each tile of the weight is used often
+    # Better tunings by the device's kind and the kernel, each with the smallest hidden size for which it is used.
+    # `python -m benchmarks sweep` finds them.
     tuned: Mapping[tuple[str, str], tuple[tuple[int, Tuning], ...]] = dataclasses.field(default_factory=lambda: TUNED)
 
     def of(self, call: Call, kernel: str) -> Tuning:
@@ -69,10 +71,8 @@ class Tunings:
         for least, tuned in self.tuned.get((call.device.kind, kernel), ()):
             if call.hidden_size >= least:
                 choice = tuned
-        if call.hidden_size % choice.tile_k and kernel in (
-            "forward",
-            "dlogits",
-        ):  # otherwise half of the last step is empty
+        if call.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):
+            # With full steps, half of the last step would be empty.
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
         if kernel == "active_dhidden" and -(-call.hidden_size // TILE_N) % choice.cluster:
             choice = dataclasses.replace(choice, cluster=1)
