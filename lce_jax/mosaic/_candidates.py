@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.mathematics import _logprobs
-from lce_jax.mosaic._active_tiles import Sizes, Worklist
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._operands import RowFactors
+from lce_jax.mosaic._threshold_tiles import Sizes, Worklist
 from lce_jax.types._types import Call, RowCoefficients
 
 if TYPE_CHECKING:

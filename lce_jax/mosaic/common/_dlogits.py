@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from lce_jax.mathematics._kl import Direction, KLCoefficients
 from lce_jax.mosaic import _pallas
-from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._operands import KLOperands, Prepared, Span
 from lce_jax.mosaic._pallas import pl
+from lce_jax.mosaic._threshold_tiles import Batch, Sizes, Worklist
 from lce_jax.mosaic.common import _heads, _logits
 from lce_jax.mosaic.common._epilogue_steps import (
     ACCUMULATOR,

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist, find_row_block, sum_before
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._operands import Span
 from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._threshold_tiles import Batch, Sizes, Worklist, find_row_block, sum_before
 from lce_jax.mosaic.common._epilogue_steps import make_staging, send_product
 from lce_jax.mosaic.common._tiles import (
     ROW_BLOCK,
