@@ -453,7 +453,7 @@ class _JSD(torch.autograd.Function):
 def _compute_log_ratio(d: torch.Tensor, weight: float, other: float) -> torch.Tensor:
     """Returns -ln(weight + other e^d), where weight + other = 1.
 
-    Near d = 0 it is computed as -ln(1 + x) with x = other (e^d - 1), and for x < -1/2 directly from the sum.
+    With x = other (e^d - 1), the result is computed as -ln(1 + x), and for x < -1/2 directly from the sum.
     """
     e = d.clamp(max=MOST_DISTANCE).exp()
     x = other * d.sign() * -(-d.abs()).expm1() * e.clamp(min=1.0)

@@ -100,8 +100,8 @@ def find_version(distribution: str) -> str | None:
 def find_driver() -> str | None:
     """Returns the versions of NVIDIA's kernel module and of CUDA's driver library; None if either is unknown.
 
-    The two differ if a compatibility package of CUDA is installed. Reading them creates no JAX client and no CUDA
-    context.
+    The two versions differ if a compatibility package of CUDA is installed. Reading the versions creates no JAX client
+    and no CUDA context.
     """
     module, number = _find_module_version(), ctypes.c_int()
     try:

@@ -128,7 +128,7 @@ def unscaled_logits(
     raw_scale: Float[Array, "T"] | None = None,
     tanh: Callable[[Array], Array] = softcap_tanh,
 ) -> Float[Array, "T n"]:
-    """Computes the x of eq. 0 from raw products. ``raw_scale`` is a / c, or the sign of a, if these are traced."""
+    """Computes the x of eq. 0 from raw products. If a or c is traced, ``raw_scale`` is a / c, or the sign of a."""
     if call.logit_softcap is not None:
         scale = call.logit_scale / call.logit_softcap if raw_scale is None else raw_scale
         return tanh(raw * expand_rows(scale))

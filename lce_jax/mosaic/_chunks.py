@@ -147,8 +147,8 @@ class Budget:
 
     dhidden_waves: float  # the time to read and write one token's dhidden in fp32, in waves of tiles
     temporary_bytes: int = 345_000_000  # for the backward's dhidden in fp32 and one chunk of dlogits
-    chunk_columns: int = 8192  # a chunk has at least so many, even beyond those bytes
-    chunk_bytes: int = 11 << 28  # limits the dlogits of such a chunk: from 180,000 tokens on it has fewer columns
+    chunk_columns: int = 8192  # a chunk has at least this many columns, even if it exceeds `temporary_bytes`
+    chunk_bytes: int = 11 << 28  # but its dlogits have at most these bytes: it has fewer columns from 180,000 tokens on
     statistics_bytes: int = 160 << 20  # for the forward's partial statistics; more need several launches
 
 

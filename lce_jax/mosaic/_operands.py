@@ -190,7 +190,7 @@ def count_rows(num_rows: Int[Array, ""] | None, shape: Geometry) -> Int[Array, "
 
 
 def pad(x: Array, rows: int, value: Any = 0) -> Array:
-    """Pads ``x`` to ``rows`` rows, and returns ``x`` itself if it has so many."""
+    """Pads ``x`` to ``rows`` rows. Returns ``x`` itself if it already has them."""
     missing = rows - x.shape[0]
     if missing == 0:
         return x

@@ -69,7 +69,7 @@ def masked_logprobs(
 
 @functools.partial(jax.jit, inline=True)
 def _masked(logits: Array, ids: Array, labels: Array) -> LogprobOutput:
-    """Computes `masked_logprobs`. Jitted, because otherwise each Python scalar is a transfer."""
+    """Computes `masked_logprobs`. The function is jitted, so that Python scalars are not transferred."""
     # Without the barrier, a compiler may fuse the logits' computation into u and round it differently, so that u > 0.
     logits = lax.optimization_barrier(logits)
     in_set = ids >= 0

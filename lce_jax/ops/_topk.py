@@ -103,7 +103,7 @@ def linear_topk(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _program(call: Call, primals: Primals, rows: Rows) -> TopK:
-    """Computes the results of global arrays, or of one device's arrays. Jitted, so that it is compiled once."""
+    """Computes the results of global arrays, or of one device's arrays. The function is jitted to compile it once."""
     shape = rows.labels.shape
     if call.num_tokens == 0:
         k, dtype = call.top_k, call.stat_dtype

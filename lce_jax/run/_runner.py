@@ -312,7 +312,7 @@ def compute(capability: Capability, call: Call, operands: Any, rest: Any) -> Any
     return _differentiable(capability, call, jax.tree.map(marked, operands), rest)
 
 
-# Jitted, so that calls outside ``jit`` are compiled once. Inside ``jit`` it is inlined.
+# `run` is jitted, so that calls outside ``jit`` are compiled once. Inside ``jit`` it is inlined.
 run = jax.jit(compute, static_argnums=(0, 1), inline=True)
 
 

@@ -273,7 +273,7 @@ class Call:
 
     implementation: str = ""  # the implementation that serves the call, chosen among ``requested``
     requested: tuple[str, ...] | None = None  # names to choose from, now and for a shard's shapes; None: all
-    caller_vocab_size: int | None = None  # the caller's option; None once ``vocab_size`` is known
+    caller_vocab_size: int | None = None  # the caller's option, until it is checked and moved to ``vocab_size``
     vocab_size: int = 0
     padded: bool = False  # whether all shards together have more columns than ``vocab_size``
     axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program

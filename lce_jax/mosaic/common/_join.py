@@ -42,7 +42,7 @@ type Numbers = tuple[Any, ...]  # the numbers of a part, field by field
 class Rules(NamedTuple):
     """How to join the parts of a `Joined`."""
 
-    none: tuple[float, ...]  # the numbers of no columns
+    none: tuple[float, ...]  # the statistics of zero columns
     union: Callable[[Sequence[Numbers], Sequence[Any]], Numbers]  # (parts, row scales) -> their union
     to_nats: Callable[[Numbers], Numbers]
 

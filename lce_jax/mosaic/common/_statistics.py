@@ -221,7 +221,7 @@ def write_statistics(
 def _find_min(
     call: Call, x: Float[Array, "64 256"], where: StatisticsWhere, floor: Float[Array, "64"] | None
 ) -> Float[Array, "64"] | None:
-    """Returns the smallest logit of each row if ``stats`` asks for it. With a floor, `_measure_support` does."""
+    """Returns the smallest logit of each row, if ``stats`` asks for it and `_measure_support` does not compute it."""
     return min_unpadded(x, *where.edge) if call.stats and floor is None else None
 
 

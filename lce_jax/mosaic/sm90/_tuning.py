@@ -24,9 +24,9 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "active_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "active_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster computes one vocabulary tile
     # A held tile takes 128 KiB, which leaves 96 KiB for the stages. Four stages of 32 columns are faster than two of 64
-    # (16.1 ms instead of 17.2). They are also faster than three and a slot for dlogits (47.4 ms instead of 48.7 for
-    # both passes). Turns with both heads' products would hide the epilogue, but four such steps are too short for the
-    # latency of memory: a forward would take 23.7 ms instead of 15.5, and that of a JSD 48.1 instead of 38.3.
+    # (16.1 ms instead of 17.2). They are also faster than three stages and a slot for dlogits (47.4 ms instead of 48.7
+    # for both passes). Two turns, with both heads' products, would hide the epilogue, but four such steps are too short
+    # for the latency of memory: a forward would take 23.7 ms instead of 15.5, and that of a JSD 48.1 instead of 38.3.
     "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_mixture_sums": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2),
@@ -41,9 +41,9 @@ SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
 # columns is padding: (8192, 2880, 201088) on an H200, dweight 14.11 -> 13.06 ms in one launch, 15.28 -> 13.54 in 14.
 NARROW = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, slots=1, tile_n=NARROW_TILE_N)
 
-# An H100's memory is slower than an H200's, and turns are slower than none from H 640 on: with 8,192 tokens and 151,936
-# columns a forward takes at H 768 3.12 ms instead of 3.37, at 1024 4.00 (4.46), at 1536 5.75 (7.01), at 2048 8.07
-# (8.80); both passes at 1024 16.1 (16.3). At 512 it is 2.28 (2.25).
+# An H100's memory is slower than an H200's, and two turns are slower than one at H 640 and above: with 8,192 tokens and
+# 151,936 columns a forward takes at H 768 3.12 ms instead of 3.37, at 1024 4.00 (4.46), at 1536 5.75 (7.01), at 2048
+# 8.07 (8.80); both passes at 1024 16.1 (16.3). At 512 it is 2.28 (2.25).
 H100 = "NVIDIA H100 80GB HBM3"
 TUNED = {(H100, kernel): ((640, BY_KERNEL[kernel]),) for kernel in ("forward", "dlogits")}
 
