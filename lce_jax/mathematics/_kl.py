@@ -267,7 +267,7 @@ EQUAL_MODELS = MixtureReference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0: both model
 
 
 def log_ratios(d: Array, weights: Pair[Array]) -> tuple[Array, Array]:
-    """Returns ln(p / m) and ln(q / m) for m = (1 - β) p + β q and d = ln q - ln p. The weights are 1 - β and β."""
+    """Returns ln(p / m) and ln(q / m) for m = (1 - β) p + β q and d = ln q - ln p. ``weights`` are 1 - β and β."""
     return log_ratio(d, weights), log_ratio(-d, Pair(weights.teacher, weights.student))
 
 

@@ -156,7 +156,7 @@ class Chunks(NamedTuple):
     """How a part of the vocabulary is split into chunks."""
 
     num_tiles: int  # of a chunk
-    in_cache: bool  # whether the dlogits of a chunk overwrite the cache, whose own dlogits have been used
+    in_cache: bool  # whether a chunk's dlogits overwrite the cache, after the cached tiles have been used
 
 
 def choose_chunks(call: Call, shape: Geometry, budget: Budget, num_tiles: int, cached: int = 0) -> Chunks:

@@ -229,7 +229,7 @@ def convert_to_base_2(rows: RowCoefficients) -> RowFactors:
 
 
 def stack_row_factors(rows: RowCoefficients, length: int) -> Float[Array, "factors Tp"]:
-    """Stacks the coefficients in base 2; padded with 0 to ``length``."""
+    """Stacks the coefficients in base 2, and pads them with 0 to ``length``."""
     factors = jnp.stack(jax.tree.leaves(convert_to_base_2(rows)))
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
 

@@ -253,7 +253,7 @@ class _Chunks:
 
     call: Call  # describes one chunk
     loss: TokenLoss
-    primals: Primals  # hidden is flat; if it was gathered, it is cast already
+    primals: Primals  # hidden is flat; a gathered hidden is already cast
     rows: Rows  # flat
     per_token: tuple[Any, ...]  # [T, ...]
     constants: tuple[Any, ...]

@@ -109,8 +109,8 @@ def has_explicit_axes(x: Any) -> bool:
 def drop_reduced_axes(x: jax.Array) -> jax.Array:
     """Returns ``x`` without reduced axes in its type (``P(..., reduced={...})``), which request an unsummed gradient.
 
-    Inside ``shard_map``, the result varies over these axes instead. Outside, its sharding does not name these axes. In
-    both cases the transpose gives the gradient the type that ``x`` requests.
+    Inside ``shard_map``, the result varies over these axes instead. Outside, the result's sharding does not name these
+    axes. In both cases the transpose gives the gradient the type that ``x`` requests.
     """
     aval = jax.typeof(x)
     if aval.mat.reduced:

@@ -54,7 +54,7 @@ def describe_launch(x: Tensors, call: TorchCall) -> LaunchedKL:
 
 
 def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
-    """Returns what `operators._operators.run_forward` does; None if JAX is to run the call."""
+    """Returns what `operators._operators.run_forward` returns; None if JAX must run the call."""
     device, tokens = x.hidden.get_device(), x.hidden.shape[0]
     if device != _device.current_device():
         with torch.cuda.device(device):
@@ -79,7 +79,7 @@ def gradients(
     sums: Sums,
     way: Way,
 ) -> list[torch.Tensor] | None:
-    """Returns what `operators._operators.run_backward` does for a call without biases; None if JAX is to run it."""
+    """Returns what `operators._operators.run_backward` returns without biases; None if JAX must run the call."""
     saved, *cache = residuals
     device, owns_cache, adds = x.hidden.get_device(), sums.owns_cache and bool(cache), sums.main_grad is not None
     if device != _device.current_device():

@@ -54,9 +54,9 @@ def linear_kl(
     With the teacher's probabilities p and the student's q, ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
     ``"reverse"`` is ``KL(q ‖ p) = Σ q (ln q - ln p)``, ``"jsd"`` is ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with
     ``m = β p + (1 - β) q``, the generalised Jensen-Shannon divergence, and ``"tv"`` is the total variation,
-    ``½ Σ |p - q| = 1 - Σ min(p, q)``. Differentiable, once, in the student's ``hidden``, ``weight`` and ``bias``; the
-    teacher has no gradient. At a temperature τ, multiply a KL or JSD by τ² to keep the size of its gradients. If you
-    have only a teacher's top k, see `lce_torch_bridge.losses.distillation_loss`.
+    ``½ Σ |p - q| = 1 - Σ min(p, q)``. The result is differentiable, once, in the student's ``hidden``, ``weight`` and
+    ``bias``; the teacher has no gradient. At a temperature τ, multiply a KL or JSD by τ² to keep the size of its
+    gradients. If you have only a teacher's top k, see `lce_torch_bridge.losses.distillation_loss`.
 
     Args:
         hidden, weight, bias, logit_scale, logit_softcap, reduce_grad_hidden: as in `linear_logprobs`.

@@ -82,7 +82,7 @@ class MixtureFactors(NamedTuple):
 
 
 def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[Array, "14 Tp"]:
-    """Stacks the factors of the pass for the sums, or of the gradients' pass; padded with 0 to ``length``."""
+    """Stacks the factors of the sums' pass or of the gradients' pass, and pads them with 0 to ``length``."""
     if isinstance(rows, MixtureCoefficients):
         rows, factor_p, mean = rows
     else:
@@ -115,7 +115,7 @@ def convert_mixture_to_base_2(rows: Mixture, factor_p: Array, mean: Array, is_ab
 def kl_factors(
     rows: KLCoefficients | MixtureCoefficients, length: int, direction: Direction
 ) -> Float[Array, "fields Tp"]:
-    """Stacks the factors of the gradients in base 2; padded with 0 to ``length``.
+    """Stacks the factors of the gradients in base 2, and pads them with 0 to ``length``.
 
     There u_p - v_q is log2 e times its value in eq. 8.
     """

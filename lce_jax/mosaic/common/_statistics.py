@@ -310,7 +310,8 @@ def _measure_block(x: Float[Array, "64 n"]) -> tuple[Float[Array, "64"], Float[A
 def _sum_tile(call: Call, x: Array, row_scale: Array, highest: Array, send: Any = None) -> list[Array]:
     """Computes the `SUMS` of a tile, block by block, and passes each block's exponentials to ``send``, if any.
 
-    u needs one instruction more than a fused multiply-add, whose result would not be 0 at the largest column.
+    u takes a subtraction and a product. One fused multiply-add would be faster, but would not give 0 at the largest
+    column.
     """
     sums: list[Array] = []
     for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):
