@@ -137,7 +137,7 @@ def dapo(
         old_logprob: the log-probability under the policy that drew the token.
         advantage: A.
         clip_low: how far the ratio may fall below 1, at least 0.
-        clip_high: how far it may rise above 1, at least 0.
+        clip_high: how far the ratio may rise above 1, at least 0.
 
     Returns:
         The loss.
@@ -227,7 +227,7 @@ def cispo(
         old_logprob: the log-probability under the policy that drew the token.
         advantage: A.
         clip_low: how far the weight may fall below 1, at least 0. With 1 there is no lower bound, as in the paper.
-        clip_high: how far it may rise above 1, at least 0. The paper tunes ``clip_high`` and gives no number.
+        clip_high: how far the weight may rise above 1, at least 0. The paper tunes ``clip_high`` and gives no number.
 
     Returns:
         The loss.

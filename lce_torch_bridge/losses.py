@@ -113,7 +113,7 @@ def dapo(
         old_logprob: the token's log-probability under the policy that drew it, nats.
         advantage: A.
         clip_low: how far the ratio may fall below 1, at least 0.
-        clip_high: how far it may rise above 1, at least 0.
+        clip_high: how far the ratio may rise above 1, at least 0.
 
     Example:
         >>> import torch
@@ -185,7 +185,7 @@ def cispo(
         old_logprob: the token's log-probability under the policy that drew it, nats.
         advantage: A.
         clip_low: how far the weight may fall below 1, at least 0; 1 leaves it free, as the paper does.
-        clip_high: how far it may rise above 1, at least 0. The paper tunes ``clip_high`` and gives no number.
+        clip_high: how far the weight may rise above 1, at least 0. The paper tunes ``clip_high`` and gives no number.
 
     Example:
         >>> import torch

@@ -76,9 +76,9 @@ def linear_topk(
         not bit for bit.
 
     Sharding:
-        As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
-        by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. One all-gather of 2k + 1 values per
-        token, or 3k + 1 with a softcap, merges the shards' k largest.
+        As for `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit
+        axes) or by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. One all-gather of 2k + 1
+        values per token, or 3k + 1 with a softcap, merges the shards' k largest.
 
     Example:
         >>> import jax.numpy as jnp

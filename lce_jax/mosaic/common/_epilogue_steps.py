@@ -178,8 +178,8 @@ def _store(values: Float[Array, "64 64"], rows: Any, output: Any, column: Any, a
 def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, add: bool | Array) -> None:
     """Stores a warpgroup's part of a tile at ``output[row:, column:]``, or adds it there, block by block.
 
-    Each block is rounded to the output's dtype. For dweight this is the weight's dtype, or fp32 if it is added; for
-    dhidden, `_chunks.empty_dhidden` chooses it.
+    Each block is rounded to the output's dtype. For dweight, the output's dtype is the weight's, or fp32 if it is
+    added; for dhidden, `_chunks.empty_dhidden` chooses it.
     """
     values, rows = multiply(), warpgroup_rows(row)
     rows = pl.ds(pl.multiple_of(rows.start, ATOM_ROWS), rows.size)

@@ -238,7 +238,7 @@ def take_block(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
 
 
 def take_strip(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
-    """Returns the same columns of a tile in registers as `HeldTile.strip`."""
+    """Returns the strip at ``column`` of a tile in registers, as `HeldTile.strip` returns it of a held tile."""
     return x[:, column : column + STRIP]
 
 
