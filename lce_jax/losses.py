@@ -137,7 +137,7 @@ def dapo(
         old_logprob: the log-probability under the policy that drew the token.
         advantage: A.
         clip_low: how far the ratio may fall below 1, at least 0.
-        clip_high: how far it may rise above 1, at least 0.
+        clip_high: how far the ratio may rise above 1, at least 0.
 
     Returns:
         The loss.
@@ -227,7 +227,7 @@ def cispo(
         old_logprob: the log-probability under the policy that drew the token.
         advantage: A.
         clip_low: how far the weight may fall below 1, at least 0. With 1 there is no lower bound, as in the paper.
-        clip_high: how far it may rise above 1, at least 0. The paper tunes it and gives no number.
+        clip_high: how far the weight may rise above 1, at least 0. The paper tunes ``clip_high`` and gives no number.
 
     Returns:
         The loss.
@@ -288,7 +288,7 @@ def lk_lambda(
         kl: ``[...]`` KL(target ‖ draft), as ``linear_kl(..., direction="forward")`` returns it for the draft as
             student.
         variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the same models.
-        eta: η, at least 0. 0 is the KL alone. The default is the best of the paper's.
+        eta: η, at least 0. 0 is the KL alone. The default is the paper's best value.
 
     Returns:
         ``[...]``, at least 0; 0 in rows that `linear_kl` leaves out.

@@ -113,7 +113,7 @@ def dapo(
         old_logprob: the token's log-probability under the policy that drew it, nats.
         advantage: A.
         clip_low: how far the ratio may fall below 1, at least 0.
-        clip_high: how far it may rise above 1, at least 0.
+        clip_high: how far the ratio may rise above 1, at least 0.
 
     Example:
         >>> import torch
@@ -185,7 +185,7 @@ def cispo(
         old_logprob: the token's log-probability under the policy that drew it, nats.
         advantage: A.
         clip_low: how far the weight may fall below 1, at least 0; 1 leaves it free, as the paper does.
-        clip_high: how far it may rise above 1, at least 0. The paper tunes it and gives no number.
+        clip_high: how far the weight may rise above 1, at least 0. The paper tunes ``clip_high`` and gives no number.
 
     Example:
         >>> import torch
@@ -231,7 +231,7 @@ def lk_lambda(kl: torch.Tensor, variation: torch.Tensor, *, eta: float = 3.0) ->
         kl: ``[...]`` KL(target ‖ draft), as ``linear_kl(..., direction="forward")`` returns it for the draft as
             student.
         variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the same models.
-        eta: η, at least 0. 0 is the KL alone. The default is the best of the paper's.
+        eta: η, at least 0. 0 is the KL alone. The default is the paper's best value.
 
     Returns:
         ``[...]``, at least 0; 0 in rows that `linear_kl` leaves out.
@@ -337,8 +337,8 @@ def distillation_loss(
     Numerics:
         Everything is float32. The rest ``1 - Σ q`` is computed without cancellation when one candidate has nearly all
         probability: as ``-expm1`` of its log-probability minus the other candidates' probabilities. Log-probabilities
-        in float32 determine the rest only to 1e-7. So in a logarithm a smaller rest than 2⁻²⁰ counts as 2⁻²⁰, and has
-        no gradient.
+        in float32 determine the rest only to 1e-7. So in a logarithm a rest below 2⁻²⁰ counts as 2⁻²⁰, and has no
+        gradient.
 
     Example:
         >>> import torch
@@ -453,7 +453,7 @@ class _JSD(torch.autograd.Function):
 def _compute_log_ratio(d: torch.Tensor, weight: float, other: float) -> torch.Tensor:
     """Returns -ln(weight + other e^d), where weight + other = 1.
 
-    Near d = 0 it is computed as -ln(1 + x) with x = other (e^d - 1), and for x < -1/2 directly from the sum.
+    With x = other (e^d - 1), the result is computed as -ln(1 + x), and for x < -1/2 directly from the sum.
     """
     e = d.clamp(max=MOST_DISTANCE).exp()
     x = other * d.sign() * -(-d.abs()).expm1() * e.clamp(min=1.0)

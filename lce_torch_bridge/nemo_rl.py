@@ -92,7 +92,7 @@ def packed_logprobs(
     """Computes ``from_parallel_logits_to_logprobs_packed_sequences`` from hidden states, without logits.
 
     Hidden states are [T / CP / TP, 1, h], tokens [1, T]. Returns [n, unpacked_seqlen - 1], with one row for each
-    sequence. NeMo RL does not call such a function yet.
+    sequence. NeMo RL does not call this function yet.
     """
     _framework.check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
     with torch.no_grad() if inference_only else contextlib.nullcontext():

@@ -42,7 +42,7 @@ _described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("desc
 
 @contextlib.contextmanager
 def trace_for_device(device: Device | None) -> Iterator[None]:
-    """A context that traces calls for ``device``, which JAX need not know. None: for the device that JAX knows."""
+    """A context that traces calls for ``device``, which JAX need not know. None: for JAX's own device."""
     token = _described.set(device)
     try:
         yield

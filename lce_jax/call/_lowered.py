@@ -39,7 +39,7 @@ _logger = logging.getLogger("lce_jax")
 
 
 class LoweredKernels:
-    """The files of one version of the software."""
+    """The files with lowered kernels of one version of the software: this package, JAX and NVIDIA's compilers."""
 
     def __init__(self, folder: Path, software: dict[str, str]) -> None:
         self.folder = folder

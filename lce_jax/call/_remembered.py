@@ -45,7 +45,7 @@ COMPILERS = (  # where Mosaic, LLVM and ptxas or nvJitLink come from
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
 MODULE_VERSIONS = (Path("/sys/module/nvidia/version"), Path("/proc/driver/nvidia/version"))
-IMPORTED = time.time()  # in seconds; the package's modules are imported within a second before this
+IMPORTED = time.time()  # in seconds; other modules of the package were imported less than a second earlier
 HEADS = {1: "one head", 2: "two heads (linear_kl)"}
 
 _logger = logging.getLogger("lce_jax")
@@ -100,8 +100,8 @@ def find_version(distribution: str) -> str | None:
 def find_driver() -> str | None:
     """Returns the versions of NVIDIA's kernel module and of CUDA's driver library; None if either is unknown.
 
-    The two differ if a compatibility package of CUDA is installed. Reading them creates no JAX client and no CUDA
-    context.
+    The two versions differ if a compatibility package of CUDA is installed. Reading the versions creates no JAX client
+    and no CUDA context.
     """
     module, number = _find_module_version(), ctypes.c_int()
     try:

@@ -149,7 +149,7 @@ class ExplainedCall:
         return -(-self.head.vocab_size // self.shards)
 
     def plan(self, **options: Any) -> Plan:
-        """Returns `explain` of the call on its device."""
+        """Returns the plan that `explain` makes for the call on its device."""
         mesh = self._make_mesh(is_compiled=options.get("compile", False))
         split = TENSOR if self.sequence_split else None
 

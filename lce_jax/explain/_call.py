@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def example_loss(logprob: Any, entropy: Any, _: Any) -> Any:
-    """Returns a per-token loss for compiling `lce_jax.linear_loss`: any loss that uses both results."""
+    """Returns a per-token loss for compiling `lce_jax.linear_loss`: any loss of log-probability and entropy."""
     return -logprob if entropy is None else -logprob - 0.01 * entropy
 
 

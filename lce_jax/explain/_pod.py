@@ -62,7 +62,7 @@ def _parse_collectives(text: str, devices: int) -> Iterator[Collective]:
         if match is None:
             continue
         arrays, size = _array.findall(match["type"]), _group_size(match["rest"], devices)
-        if match["start"]:  # a pair of operands and results
+        if match["start"]:  # its type is a pair: the operands and the results
             half = len(arrays) // 2
             arrays = max(arrays[:half], arrays[half:], key=_num_bytes)
         scattered = size if match["kind"] == "reduce-scatter" and not match["start"] else 1

@@ -234,7 +234,7 @@ def _check_names(
 
 
 class LMHead:
-    """The methods of a head that store no logits. The classes LMHead of both Flax APIs inherit from this class."""
+    """A head's methods, none of which stores logits. The classes LMHead of both Flax APIs inherit from this class."""
 
     options: HeadSettings
 

@@ -65,7 +65,7 @@ class KLStatistics(NamedTuple):
 
 
 def empty_statistics(num_tokens: int, dtype: Any) -> KLStatistics:
-    """Returns the statistics of no columns: the neutral element of `merge`."""
+    """Returns the statistics of zero columns, the neutral element of `merge`."""
     lowest, zero = jnp.full((num_tokens,), MASKED, dtype), jnp.zeros((num_tokens,), dtype)
     return KLStatistics(lowest, lowest, lowest, zero, zero, zero)
 
@@ -267,7 +267,7 @@ EQUAL_MODELS = MixtureReference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0: both model
 
 
 def log_ratios(d: Array, weights: Pair[Array]) -> tuple[Array, Array]:
-    """Returns ln(p / m) and ln(q / m) for m = (1 - β) p + β q and d = ln q - ln p. The weights are 1 - β and β."""
+    """Returns ln(p / m) and ln(q / m) for m = (1 - β) p + β q and d = ln q - ln p. ``weights`` are 1 - β and β."""
     return log_ratio(d, weights), log_ratio(-d, Pair(weights.teacher, weights.student))
 
 
@@ -307,8 +307,9 @@ def choose_dtypes(dtype: jnp.dtype, direction: Direction, capped: bool) -> tuple
 
     ``capped``: whether the student has a softcap. In a forward KL, an error of t is an error of the smaller of the two
     probabilities, which is e^{-|t|} of the larger one. So float16's 11 bits are enough next to bfloat16's 8 bits. With
-    a cap, its derivative needs t itself where the student's probability is the smaller one. In the other directions
-    the gradient has the factor log-ratio minus mean, and this difference may cancel, so the log-ratio is float32.
+    a softcap, the softcap's derivative needs t itself where the student's probability is the smaller one. In the other
+    directions the gradient has the factor log-ratio minus mean, and this difference may cancel, so the log-ratio is
+    float32.
     """
     if dtype.itemsize > 2:
         return dtype, dtype

@@ -128,7 +128,7 @@ def unscaled_logits(
     raw_scale: Float[Array, "T"] | None = None,
     tanh: Callable[[Array], Array] = softcap_tanh,
 ) -> Float[Array, "T n"]:
-    """Computes the x of eq. 0 from raw products. ``raw_scale`` is a / c, or the sign of a, if these are traced."""
+    """Computes the x of eq. 0 from raw products. If a or c is traced, ``raw_scale`` is a / c, or the sign of a."""
     if call.logit_softcap is not None:
         scale = call.logit_scale / call.logit_softcap if raw_scale is None else raw_scale
         return tanh(raw * expand_rows(scale))
@@ -394,8 +394,8 @@ def sum_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *others:
     [T, K], whose values are equal where columns are equal; they are returned in the sorted order.
 
     The terms can then be scattered to distinct indices, which is deterministic. On a GPU, two additions at one index
-    are not deterministic. After the loop's step of 2ⁿ, each sorted term is the sum of the last 2ⁿ⁺¹ terms of its
-    column.
+    are not deterministic. After the loop's step of 2ⁿ, each sorted term is a sum of up to 2ⁿ⁺¹ terms of its column:
+    itself and those before it.
     """
     columns, terms, *sorted_others = lax.sort((columns, terms, *others), dimension=1, num_keys=1, is_stable=True)
     step, most = 1, columns.shape[1]

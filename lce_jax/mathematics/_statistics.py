@@ -70,7 +70,7 @@ def make_statistics(fields: Mapping[str, Any]) -> ShardStatistics:
 
 
 def empty_statistics(num_tokens: int, dtype: jnp.dtype, call: Call) -> ShardStatistics:
-    """Returns the statistics of no columns: the neutral element of `merge`."""
+    """Returns the statistics of zero columns, the neutral element of `merge`."""
     fields = {}
     for name, width in call.statistics.items():
         shape = (num_tokens, width) if name in PER_CANDIDATE else (num_tokens,)

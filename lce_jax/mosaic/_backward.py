@@ -33,8 +33,8 @@ from lce_jax.xla._walk import Shard
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
-# Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not in `Call.gradients`.
-# With an adapter, also the gradients of u and B.
+# Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if `Call.gradients` does not request it. With an adapter,
+# also the gradients of u and B.
 type Carry = tuple[Any, ...]
 
 

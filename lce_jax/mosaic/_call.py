@@ -150,7 +150,7 @@ class KernelCall(NamedTuple):
 
     @property
     def arrays(self) -> Prepared:
-        """The prepared operands for kernels. Kernels get the numbers of rows and columns from a `Span`."""
+        """The prepared operands, without the numbers of rows and columns, which kernels get from a `Span`."""
         return self.prepared._replace(num_rows=None, num_columns=None)
 
     @classmethod

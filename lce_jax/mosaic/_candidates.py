@@ -1,8 +1,9 @@
 """Candidates: logits from gathered rows of the weight, and gradients in each chunk of dlogits.
 
 The kernels of logits and dlogits ignore candidates. This module is array code between them. In the forward, candidates
-cost T·K dot products. In the backward, the values of dlogits at their places are computed once, in float32. They are
-rounded once, and written to each chunk of dlogits after its kernel and before the two products.
+cost T·K dot products. In the backward, the dlogits of the candidates' columns are computed once, in float32. Each
+chunk's dlogits kernel runs first; then the values of the chunk's candidates are rounded and written into its dlogits,
+before the two products.
 
 The values replace those in the chunk instead of being added to them, because the terms of a nearly certain candidate
 nearly cancel, and the chunk is rounded.
@@ -18,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.mathematics import _logprobs
-from lce_jax.mosaic._active_tiles import Sizes, Worklist
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._operands import RowFactors
+from lce_jax.mosaic._threshold_tiles import Sizes, Worklist
 from lce_jax.types._types import Call, RowCoefficients
 
 if TYPE_CHECKING:

@@ -34,7 +34,10 @@ MAX_SPLITS = 4  # the largest number of parts into which the contraction over th
 
 
 def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
-    """Returns (splits, tokens, hidden) in whole tiles: several arrays if one has fewer tiles than the GPU has cores."""
+    """Returns the shape [splits, tokens, hidden] of the kernels' output for dhidden, in whole tiles.
+
+    There are several splits, whose sum is dhidden, if one split has fewer tiles than the GPU has multiprocessors.
+    """
     rows, columns = shape.padded_tokens, -(-call.hidden_size // shape.tile) * shape.tile
     num_tiles = rows // shape.row_block * (columns // shape.tile)
     most = MAX_SPLITS if num_tiles < call.device.core_count else 1  # each chunk reads and writes each array
@@ -46,7 +49,7 @@ def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
 
 
 def empty_dhidden(host: Host, call: Call, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
-    """Returns memory for the kernels' output, in the weight's dtype if they round.
+    """Returns memory for the kernels' output for dhidden, in the weight's dtype if the kernels round it (``rounds``).
 
     Several splits are fp32, because they are summed after the kernels.
     """
@@ -144,8 +147,8 @@ class Budget:
 
     dhidden_waves: float  # the time to read and write one token's dhidden in fp32, in waves of tiles
     temporary_bytes: int = 345_000_000  # for the backward's dhidden in fp32 and one chunk of dlogits
-    chunk_columns: int = 8192  # a chunk has at least so many, even beyond those bytes
-    chunk_bytes: int = 11 << 28  # limits the dlogits of such a chunk: from 180,000 tokens on it has fewer columns
+    chunk_columns: int = 8192  # a chunk has at least this many columns, even if it exceeds `temporary_bytes`
+    chunk_bytes: int = 11 << 28  # but its dlogits have at most these bytes: it has fewer columns from 180,000 tokens on
     statistics_bytes: int = 160 << 20  # for the forward's partial statistics; more need several launches
 
 
@@ -153,7 +156,7 @@ class Chunks(NamedTuple):
     """How a part of the vocabulary is split into chunks."""
 
     num_tiles: int  # of a chunk
-    in_cache: bool  # whether the dlogits of a chunk overwrite the cache, whose own dlogits have been used
+    in_cache: bool  # whether a chunk's dlogits overwrite the cache, after the cached tiles have been used
 
 
 def choose_chunks(call: Call, shape: Geometry, budget: Budget, num_tiles: int, cached: int = 0) -> Chunks:

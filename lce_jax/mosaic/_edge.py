@@ -123,7 +123,7 @@ def compute_dlogits(
 ) -> Float[Array, "T columns"]:
     """Computes the dlogits of the span's tiles, of one head or two, in ``memory`` if there is any.
 
-    ``weights`` may be copies.
+    ``weights`` are the call's own, or copies of the span's columns where kernels cannot read the weight in place.
     """
     launch, generation = kernel_call.host.launch, kernel_call.generation
     if kernel_call.plan is not None:

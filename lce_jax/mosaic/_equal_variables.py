@@ -1,8 +1,8 @@
 """A faster step of Mosaic's search for layouts, for JAX before 0.12.
 
-There Mosaic groups equal variables after it has sorted them by text. A variable's text prints its operation, which for
-a loop is the whole body: half of the time that the kernels of a "jsd" took to lower. JAX 0.12 no longer sorts them.
-The lowered kernels are the same, bit for bit.
+Before JAX 0.12, Mosaic groups equal variables after it has sorted them by text. A variable's text prints its operation,
+which for a loop is the whole body: half of the time that the kernels of a "jsd" took to lower. JAX 0.12 no longer sorts
+them. The lowered kernels are the same, bit for bit.
 """
 
 from __future__ import annotations

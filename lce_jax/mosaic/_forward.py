@@ -242,7 +242,10 @@ def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, generation: Gener
 def join_heads(
     kernel_call: KernelCall, keep_cache: bool, more_fields: int = 0
 ) -> tuple[Float[Array, "groups fields Tp"], KLCache | None]:
-    """Computes the statistics of both heads for each group of tiles in base 2, as `join_tiles`, and the cache."""
+    """Computes the statistics of both heads for each group of tiles, in base 2, and fills the cache.
+
+    `join_tiles` does this for one head.
+    """
     plan, shape, host = kernel_call.plan, kernel_call.shape, kernel_call.host
     assert plan is not None
     cached = _chunks.count_cached_kl_tiles(plan, shape) if keep_cache else 0

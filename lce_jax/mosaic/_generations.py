@@ -61,7 +61,7 @@ def refusal(call: Call) -> str | None:
 
 
 def device_refusal(device: Device, heads: int = 1) -> str | None:
-    """Says why no kernels can serve any call of so many ``heads`` on ``device``; None if they can."""
+    """Says why no kernels can serve any call with this number of ``heads`` on ``device``; None if they can."""
     *others, last = sorted((one for each in GENERATIONS for one in each.compute_capabilities), key=float)
     capabilities = f"{', '.join(others)} or {last} ({', '.join(one.devices[0] for one in GENERATIONS)})"
     if device.platform not in ("gpu", "cuda"):

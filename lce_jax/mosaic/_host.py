@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic import _pallas
-from lce_jax.mosaic._active_tiles import Batch, place
+from lce_jax.mosaic._threshold_tiles import Batch, place
 from lce_jax.types import _jax
 from lce_jax.types._types import Call
 from lce_jax.xla import _logits
@@ -52,7 +52,7 @@ class Host(Protocol):
         """Computes h · w of each token's columns, [T, K], summed in float32; arbitrary at the column -1."""
 
     def put(self, x: Any, columns: Any, values: Any, numbers: Any, *active_tiles: Any) -> Any:
-        """Writes the values [T, K], rounded, to distinct places in ``x`` (`lce_jax.mosaic._active_tiles.place`)."""
+        """Writes the values [T, K], rounded, to distinct places in ``x`` (`lce_jax.mosaic._threshold_tiles.place`)."""
 
     def order[T](self, tree: T) -> T:
         """Returns ``tree``, so that all of it is computed before a later step uses, or overwrites, a part of it."""

@@ -150,7 +150,7 @@ class Marked(NamedTuple):
 
     targets: Int[Array, "Tp"]
     row_scale: Float[Array, "Tp"]
-    holds_target: Int[Array, "blocks tiles"]  # more columns are padding
+    holds_target: Int[Array, "blocks tiles"]  # it may have further columns, which are padding
     floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
 
 
@@ -190,7 +190,7 @@ def count_rows(num_rows: Int[Array, ""] | None, shape: Geometry) -> Int[Array, "
 
 
 def pad(x: Array, rows: int, value: Any = 0) -> Array:
-    """Pads ``x`` to ``rows`` rows, and returns ``x`` itself if it has so many."""
+    """Pads ``x`` to ``rows`` rows. Returns ``x`` itself if it already has them."""
     missing = rows - x.shape[0]
     if missing == 0:
         return x
@@ -229,7 +229,7 @@ def convert_to_base_2(rows: RowCoefficients) -> RowFactors:
 
 
 def stack_row_factors(rows: RowCoefficients, length: int) -> Float[Array, "factors Tp"]:
-    """Stacks the coefficients in base 2; padded with 0 to ``length``."""
+    """Stacks the coefficients in base 2, and pads them with 0 to ``length``."""
     factors = jnp.stack(jax.tree.leaves(convert_to_base_2(rows)))
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
 

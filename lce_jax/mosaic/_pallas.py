@@ -84,7 +84,10 @@ def lowering_for(compute_capability: str, as_default: bool = False) -> Iterator[
 
 @functools.cache
 def _answer_by_context() -> Callable[[], tuple[int, ...]]:
-    """Replaces what Mosaic asks, once. Returns the function that says for which GPU JAX itself would lower."""
+    """Replaces, once per process, the functions that tell Mosaic the GPU, so that they answer by `lowering_for`.
+
+    Returns the original function, which says for which GPU JAX itself would lower.
+    """
     core: Any = importlib.import_module("jax.experimental.mosaic.gpu.core")
     utils: Any = importlib.import_module("jax.experimental.mosaic.gpu.utils")
     infer_arch: Callable[[], tuple[int, ...]] = utils._infer_arch

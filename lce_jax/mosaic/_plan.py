@@ -180,13 +180,12 @@ def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
 
 
 def _threshold_notes(call: Call, shape: Geometry) -> tuple[str, ...]:
-    """Returns notes on what is skipped, and the bound of its gradient: p (|g| + |g'| (|ln p| + entropy))."""
+    """Returns notes on the skipped tiles, and on the bound of their gradient: p (|g| + |g'| (|ln p| + entropy))."""
     threshold = call.gradient_threshold
     if not threshold:
         return ()
-    entropy_term = (
-        -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold
-    )  # p |ln p| rises to 1/e
+    # p |ln p| rises until p is 1/e.
+    entropy_term = -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold
     notes = [
         f"gradient_threshold={threshold:g}: the gradients skip tiles of {shape.row_block} tokens by {shape.tile} "
         f"columns without a label{' or a candidate' if call.num_candidates else ''} and without a probability "

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.mathematics._statistics import Normalizer
-from lce_jax.mosaic import _active_tiles, _candidates, _chunks, _edge, _mean_logit, _operands
-from lce_jax.mosaic._active_tiles import Sizes, make_orders, make_worklist
+from lce_jax.mosaic import _candidates, _chunks, _edge, _mean_logit, _operands, _threshold_tiles
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import TRACED
-from lce_jax.mosaic.common import _active_tiles as kernels
+from lce_jax.mosaic._threshold_tiles import Sizes, make_orders, make_worklist
+from lce_jax.mosaic.common import _threshold as kernels
 from lce_jax.mosaic.common._dlogits import active_dlogits
 from lce_jax.mosaic.common._products import update_active_dhidden, write_active_dweight
 from lce_jax.mosaic.common._tiles import active_tiles_shape
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 class TileStatistics(NamedTuple):
     """What the forward saves for `select`."""
 
-    maxima: Float[
-        Array, "tiles saved Tp"
-    ]  # each vocabulary tile's largest x, and Σ e^u if the dropped mass is requested
+    # Each vocabulary tile's largest x, and Σ e^u if the dropped mass is requested.
+    maxima: Float[Array, "tiles saved Tp"]
     targets: Int[Array, "Tp"]
     row_scale: Float[Array, "Tp"]
     always: Any  # a vocabulary tile that is always active, or -1
@@ -66,7 +65,7 @@ def mark_candidate_tiles(
     if columns is None:
         return None
     sizes, shape = (kernel_call.shape.row_block, kernel_call.shape.tile), active_tiles_shape(kernel_call.call)
-    return kernel_call.host.compute(_active_tiles.mark_tiles, columns, kernel_call.prepared.num_rows, sizes, shape)
+    return kernel_call.host.compute(_threshold_tiles.mark_tiles, columns, kernel_call.prepared.num_rows, sizes, shape)
 
 
 def find_padded_tile(kernel_call: KernelCall) -> Int[Array, ""] | int:

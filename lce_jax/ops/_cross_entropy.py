@@ -201,7 +201,7 @@ def _reduce_results(
     traced_z_loss: Array | None,
     normalizer: Array | None,
 ) -> Array:
-    """Computes the loss from the results. Jitted, because otherwise each Python scalar is a transfer."""
+    """Computes the loss from the results. The function is jitted, so that Python scalars are not transferred."""
     outputs = out.outputs
     each = _compute_token_loss(
         outputs.logprobs, outputs.lse, out.mean_logit, loss.label_smoothing, loss.z_loss, traced_z_loss

@@ -97,11 +97,11 @@ def linear_kl(
         and "tv" where the student is nearly one-hot.
 
     Sharding:
-        As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
-        by XLA (Auto axes, where ``cache_bytes`` keeps nothing; not on TPUs). Inside ``shard_map``, give ``axis_name``.
-        ``vmap`` adds its batch to the tokens. The gradients of its examples are computed one by one, because each
-        example has its own dweight. Examples with their own weights, and examples that ask for a cache, are computed
-        one by one in the forward too.
+        As for `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit
+        axes) or by XLA (Auto axes, where ``cache_bytes`` keeps nothing; not on TPUs). Inside ``shard_map``, give
+        ``axis_name``. ``vmap`` adds its batch to the tokens. The gradients of its examples are computed one by one,
+        because each example has its own dweight. Examples with their own weights, and examples that ask for a cache,
+        are computed one by one in the forward too.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -69,7 +69,7 @@ def masked_logprobs(
 
 @functools.partial(jax.jit, inline=True)
 def _masked(logits: Array, ids: Array, labels: Array) -> LogprobOutput:
-    """Computes `masked_logprobs`. Jitted, because otherwise each Python scalar is a transfer."""
+    """Computes `masked_logprobs`. The function is jitted, so that Python scalars are not transferred."""
     # Without the barrier, a compiler may fuse the logits' computation into u and round it differently, so that u > 0.
     logits = lax.optimization_barrier(logits)
     in_set = ids >= 0
@@ -130,9 +130,9 @@ def linear_logits(
         gradients of an id that occurs many times are added in a fixed order.
 
     Sharding:
-        As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
-        by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. The only collective of the forward
-        sums one value per id over the shards, or two if the call is differentiated.
+        As for `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit
+        axes) or by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. The only collective of the
+        forward sums one value per id over the shards, or two if the call is differentiated.
 
     Example:
         >>> import jax.numpy as jnp

@@ -105,8 +105,8 @@ def sharded_linear_logprobs(
         and is split like ``hidden``. Fields that were not requested are None.
 
     Raises:
-        ValueError, TypeError: as `linear_logprobs`. Also if the mesh lacks a named axis, an axis is used twice, or the
-            size of a split dimension is not a multiple of the number of shards.
+        ValueError, TypeError: in the cases that `linear_logprobs` lists. Also if the mesh lacks a named axis, an axis
+            is used twice, or the size of a split dimension is not a multiple of the number of shards.
 
     Memory:
         Per device, the memory of `linear_logprobs` for the device's tokens and columns. One all-gather sends at most

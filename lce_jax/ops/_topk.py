@@ -76,9 +76,9 @@ def linear_topk(
         not bit for bit.
 
     Sharding:
-        As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
-        by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. One all-gather of 2k + 1 values per
-        token, or 3k + 1 with a softcap, merges the shards' k largest.
+        As for `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit
+        axes) or by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. One all-gather of 2k + 1
+        values per token, or 3k + 1 with a softcap, merges the shards' k largest.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,7 +103,7 @@ def linear_topk(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _program(call: Call, primals: Primals, rows: Rows) -> TopK:
-    """Computes the results of global arrays, or of one device's arrays. Jitted, so that it is compiled once."""
+    """Computes the results of global arrays, or of one device's arrays. The function is jitted to compile it once."""
     shape = rows.labels.shape
     if call.num_tokens == 0:
         k, dtype = call.top_k, call.stat_dtype

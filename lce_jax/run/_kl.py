@@ -379,7 +379,7 @@ def _make_shard(
     tokens = tokens if order is None else _describe.compact(order, tokens)
     heads = Pair(
         *(
-            # Without the bound, a column that both models rule out with -inf is a difference of infinities.
+            # Without the bound, a column that both models rule out with -inf would give a difference of infinities.
             Head(x.weight, None if x.bias is None else jnp.maximum(x.bias.astype(head.stat_dtype), MASKED))
             for x, head in zip(operands, call.heads, strict=True)
         )

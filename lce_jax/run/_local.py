@@ -3,8 +3,8 @@
 hidden is flat, [T, H], and per-token arrays are [T]. Except for the columns of the head, all arguments are equal on all
 shards. The bridge has validated them. No function here is differentiable. Two arguments say which columns a shard has:
 
-    vocab_start   the global id of the shard's first column vocab_size    the size of the full vocabulary, or None if no
-    shard has padding
+    vocab_start   the global id of the shard's first column
+    vocab_size    the size of the full vocabulary, or None if no shard has padding
 """
 
 from __future__ import annotations

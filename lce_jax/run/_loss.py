@@ -253,7 +253,7 @@ class _Chunks:
 
     call: Call  # describes one chunk
     loss: TokenLoss
-    primals: Primals  # hidden is flat; if it was gathered, it is cast already
+    primals: Primals  # hidden is flat; a gathered hidden is already cast
     rows: Rows  # flat
     per_token: tuple[Any, ...]  # [T, ...]
     constants: tuple[Any, ...]
@@ -465,8 +465,8 @@ def forward(
         pairs = zip(gradients.constants, loss.known, strict=True)
         gradients = gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
     gradients = gradients if call.mesh is None else _runner.match_shardings(gradients, inputs)
-    # An empty array stands for a gradient that is not requested. This keeps the structure of the residuals constant.
-    # JAX may take it from any trace, even one that differentiates other operands.
+    # An empty array stands for a gradient that is not requested. This keeps the structure of the residuals constant,
+    # which JAX may take from any trace, even one that differentiates other operands.
     requested = (
         jnp.zeros((0,), x.dtype) if dx is None and x is not None else dx
         for dx, x in zip(gradients.primals, inputs.primals, strict=True)

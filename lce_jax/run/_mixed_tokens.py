@@ -49,9 +49,8 @@ def _search(jaxpr: Jaxpr, input_kinds: Sequence[str | None]) -> tuple[list[str |
                 continue
             inner_kinds, operation = _search(inner, inner_inputs)
             if operation is not None:
-                return [], _describe(
-                    operation.partition(" ")[0], equation
-                )  # JAX only knows where an inner equation was first traced
+                # The place is the outer equation's, because JAX keeps of an inner one only where it was first traced.
+                return [], _describe(operation.partition(" ")[0], equation)
             outputs = [new or old for old, new in zip(outputs, inner_kinds, strict=True)]
         kinds.update(zip(equation.outvars, outputs, strict=True))
     return [None if isinstance(x, Literal) else kinds.get(x) for x in jaxpr.outvars], None

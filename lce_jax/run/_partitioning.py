@@ -127,7 +127,7 @@ def _make_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layo
     return layout
 
 
-# Over a layout that axis names or Explicit types give
+# Layouts given by axis names or by Explicit types
 
 
 def find_layout(call: Call, program: Program, operands: Any) -> Layout | None:

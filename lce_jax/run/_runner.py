@@ -151,8 +151,8 @@ def _run_batch(call: Call, program: Program, size: int, in_batched: Any, operand
 def _run_batch_without_cache(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
     """Runs a batch of calls that would cache only by default, without a cache, because each example would need its own.
 
-    A program that returns a cache returns zeros in its place. The compiler removes these, because in a batch no program
-    reads the cache.
+    A program that returns a cache returns zeros in its place. The compiler removes these zeros, because in a batch no
+    program reads the cache.
     """
     kinds = program.operands
     if any(
@@ -312,7 +312,7 @@ def compute(capability: Capability, call: Call, operands: Any, rest: Any) -> Any
     return _differentiable(capability, call, jax.tree.map(marked, operands), rest)
 
 
-# Jitted, so that calls outside ``jit`` are compiled once. Inside ``jit`` it is inlined.
+# `run` is jitted, so that calls outside ``jit`` are compiled once. Inside ``jit`` it is inlined.
 run = jax.jit(compute, static_argnums=(0, 1), inline=True)
 
 

@@ -149,7 +149,7 @@ class TokenChunk(NamedTuple):
     first: Any  # the chunk's first row, in the order in which chunks take rows
     source: Int[Array, "t"] | None  # which rows of the call the chunk reads; None: the rows from ``first`` on
     target: Int[Array, "t"] | None  # which rows of the call the chunk writes; out of range for masked rows
-    num_rows: Int[Array, ""] | None  # how many of the first rows are unmasked; None: all
+    num_rows: Int[Array, ""] | None  # how many of the chunk's rows are unmasked, which come first; None: all
 
     @classmethod
     def make(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> TokenChunk:

@@ -33,8 +33,8 @@ from lce_jax.mosaic._generations import device_refusal, unchecked
 from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Geometry, Prepared, SavedLayout, lay_out_saved, make_geometry
 from lce_jax.mosaic.common import _tiles, _tokens
-from lce_jax.mosaic.common._active_tiles import select
 from lce_jax.mosaic.common._candidates import cotangents, keep, place_values, products, put
+from lce_jax.mosaic.common._threshold import select
 from lce_jax.mosaic.common._tokens import coefficients, finish, prepare, scale
 from lce_jax.types._types import Call, Device, Operands
 
@@ -112,7 +112,7 @@ class LaunchedCall:
 
     @property
     def stride(self) -> int:
-        """The rows of the caller's arrays."""
+        """The number of rows of the caller's arrays."""
         return max(self.call.num_tokens, THREADS)
 
     @property

@@ -43,7 +43,7 @@ type Exchange = Callable[[Buffer, Buffer | None], Buffer]  # (a shard's groups, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchedKL:
-    """A call of two heads whose kernels a host launches. Both have equally many rows and columns.
+    """A call of two heads whose kernels a host launches. Both heads have equally many rows and columns.
 
     Attributes:
         heads: the call of each head.

@@ -109,8 +109,8 @@ def has_explicit_axes(x: Any) -> bool:
 def drop_reduced_axes(x: jax.Array) -> jax.Array:
     """Returns ``x`` without reduced axes in its type (``P(..., reduced={...})``), which request an unsummed gradient.
 
-    Inside ``shard_map``, the result varies over these axes instead. Outside, its sharding does not name these axes. In
-    both cases the transpose gives the gradient the type that ``x`` requests.
+    Inside ``shard_map``, the result varies over these axes instead. Outside, the result's sharding does not name these
+    axes. In both cases the transpose gives the gradient the type that ``x`` requests.
     """
     aval = jax.typeof(x)
     if aval.mat.reduced:
@@ -156,7 +156,7 @@ def cotangent_arrays(tree: Any) -> Any:
 
 
 def example_type(size: int, batched: bool, x: Any) -> Any:
-    """Returns the type of one example of ``x``. If ``x`` is batched, its first dimension is the batch of ``size``."""
+    """Returns the type of one example of ``x``. If ``x`` is batched, its first dimension counts ``size`` examples."""
     return mapped_aval(size, 0, jax.typeof(x)) if batched else jax.typeof(x)
 
 

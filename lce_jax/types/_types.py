@@ -273,7 +273,7 @@ class Call:
 
     implementation: str = ""  # the implementation that serves the call, chosen among ``requested``
     requested: tuple[str, ...] | None = None  # names to choose from, now and for a shard's shapes; None: all
-    caller_vocab_size: int | None = None  # the caller's option; None once ``vocab_size`` is known
+    caller_vocab_size: int | None = None  # the caller's option, until it is checked and moved to ``vocab_size``
     vocab_size: int = 0
     padded: bool = False  # whether all shards together have more columns than ``vocab_size``
     axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program
@@ -453,7 +453,8 @@ class Plan:
     def most_bytes(self) -> int:
         """The peak memory: ``kept_bytes`` plus the larger pass.
 
-        Part of it may be memory that the gradients take later.
+        The gradients may later take part of this memory. So the real peak may be lower than this number plus the
+        gradients.
         """
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 

@@ -126,7 +126,7 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a Python or NumPy scalar, bool included. Programs contain such values as constants."""
+    """Whether ``value`` is a Python or NumPy scalar, bool included. Programs contain these values as constants."""
     return isinstance(value, numbers.Number | np.generic)
 
 

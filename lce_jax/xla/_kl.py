@@ -228,9 +228,10 @@ def _cached_ratios(plan: KLPlan, tile: LogitTile, cache: TileCache) -> RatiosAnd
 
 
 def _unscaled_logits(plan: KLPlan, tile: LogitTile) -> Pair[Float[Array, "t v"]]:
-    """Computes the x of eq. 0 of both models, with equal bits in every pass: small temperatures need the last bit.
+    """Computes the x of eq. 0 of both models, with equal bits in every pass.
 
-    Without the barriers, XLA may move a factor into the product, or round the softcap of two uses differently.
+    At small temperatures the last bit matters. Without the barriers, XLA may move a factor into the product, or round
+    the softcap of two uses differently.
     """
     unscaled = []
     for call, tokens, raw in zip(plan.calls, tile.tokens, tile.products(), strict=True):

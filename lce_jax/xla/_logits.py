@@ -67,7 +67,7 @@ def compute_products(
 ) -> Float[Array, "T K"]:
     """Computes the products h · w of each token and its columns, summed in ``dtype``.
 
-    The result is 0 for the column -1, and in chunks after the first ``num_rows`` rows.
+    The result is 0 for the column -1, and in chunks that begin after the first ``num_rows`` rows.
     """
     size = choose_chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
 

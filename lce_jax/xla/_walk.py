@@ -88,8 +88,8 @@ def map_chunks_with_cache[R, K](
 def loop_over_columns[C](columns: int, tile_v: int, cached: int, body: Callable[[Any, int, bool, C], C], carry: C) -> C:
     """Runs ``carry = body(start, size, is_cached, carry)`` over the vocabulary: first a remainder, then full tiles.
 
-    So the loop over full tiles depends on the remainder. In the other order, XLA could compute the remainder early and
-    keep its tile in memory. The tiles of the first ``cached`` columns are cached.
+    In this order the loop over full tiles depends on the remainder. In the other order, XLA could compute the remainder
+    early and keep its tile in memory. The tiles of the first ``cached`` columns are cached.
     """
     num_tiles, rest = divmod(columns, tile_v)
     if rest:

@@ -73,7 +73,10 @@ def _name_function(func: Any) -> str:
 
 
 def _writes_first_argument(func: Any) -> bool:
-    """Whether a function writes to its first argument. torch's compiler can hash only functions of torch.Tensor."""
+    """Whether a function writes to its first argument.
+
+    While torch.compile traces, only functions of torch.Tensor are looked up, because its compiler cannot hash others.
+    """
     return func in WRITES or (not torch.compiler.is_compiling() and func in WRITES_ELSEWHERE)
 
 

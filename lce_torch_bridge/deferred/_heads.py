@@ -1,4 +1,4 @@
-"""`defer_logits`, which replaces the forward of a head, so that it returns `DeferredLogits`."""
+"""`defer_logits`, which replaces a head's forward by one that returns `DeferredLogits`."""
 
 from __future__ import annotations
 

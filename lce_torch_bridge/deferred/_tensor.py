@@ -152,8 +152,10 @@ class DeferredLogits(torch.Tensor):
     def _compute_value(self, needed_for: str) -> torch.Tensor:
         parent = self._parent
         is_copy = parent is not None and parent._memory is not self._memory
+        # A copy has the values from before any write to its parent. So the recipe computes a copy whose parent has been
+        # written to, or may have been.
         if parent is None or (is_copy and (parent._memory.is_exposed or parent._memory.is_written())):
-            self.recipe.source.record_logits(needed_for)  # because a copy must have the values from before the write
+            self.recipe.source.record_logits(needed_for)
             return self.recipe.compute(self.recipe.tensors)
         return self.recipe.steps[-1](parent.value(needed_for))
 

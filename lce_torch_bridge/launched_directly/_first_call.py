@@ -20,7 +20,7 @@ CALL = make_call(vocab_size=V, cache_bytes=300_000)
 def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> dict[str, float]:
     """Returns the errors of the results and gradients that ``launch(tensors, call, seeds)`` computes.
 
-    ``launch`` must return the results, dhidden, dweight, and dweight again as added to a float32 sum.
+    ``launch`` must return the results, dhidden, dweight, and a float32 sum to which dweight was added.
     """
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, H, generator=generator) for rows in (T, V))

@@ -54,7 +54,7 @@ def describe_launch(x: Tensors, call: TorchCall) -> LaunchedKL:
 
 
 def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
-    """Returns what `operators._operators.run_forward` does; None if JAX is to run the call."""
+    """Returns what `operators._operators.run_forward` returns; None if JAX must run the call."""
     device, tokens = x.hidden.get_device(), x.hidden.shape[0]
     if device != _device.current_device():
         with torch.cuda.device(device):
@@ -79,7 +79,7 @@ def gradients(
     sums: Sums,
     way: Way,
 ) -> list[torch.Tensor] | None:
-    """Returns what `operators._operators.run_backward` does for a call without biases; None if JAX is to run it."""
+    """Returns what `operators._operators.run_backward` returns without biases; None if JAX must run the call."""
     saved, *cache = residuals
     device, owns_cache, adds = x.hidden.get_device(), sums.owns_cache and bool(cache), sums.main_grad is not None
     if device != _device.current_device():
@@ -147,7 +147,10 @@ def _add_operands(tape: Tape, launched: LaunchedKL) -> Heads:
 def _exchange(
     tape: Tape, launched: LaunchedKL, temperatures: Sequence[Buffer], group: str, sent: Buffer, saved: Buffer | None
 ) -> Buffer:
-    """Returns the groups of all ranks. If they have room for it, each token has a tag, as in `_passes`."""
+    """Gathers the statistics that the ranks send, a stack of tile groups from each rank.
+
+    If the call has ``saved``, the last field of the first tile group has each token's tag, as in `_passes`.
+    """
     calls = [head.call for head in launched.heads]
     options = [(x.num_tokens, x.columns, x.vocab_size, x.logit_scale, x.logit_softcap, x.direction) for x in calls]
     checksum, count = _tensor_parallel.compute_checksum(*options, launched.beta), calls[0].num_tokens

@@ -171,7 +171,7 @@ class Tape:
         return self.launch(kernels.put, *operands)
 
     def call(self, function: Callable[..., Any], operands: Sequence[Buffer], *results: Buffer) -> tuple[Buffer, ...]:
-        """Adds a function of tensors as a step. Its ``results`` are new tensors, or operands that it has updated."""
+        """Adds a function of tensors as a step, and returns its ``results``: new tensors, or updated operands."""
         self.steps.append(Step(function, tuple(operands), results))
         return results
 

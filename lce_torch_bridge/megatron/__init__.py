@@ -2,8 +2,8 @@
 
 - `fused_output_layer`, a context manager: log-probabilities of every model (HybridModel, MambaModel and GPTModel), with
   megatron-core 0.13 and newer.
-- `output_processor`: the same for GPTModel, with megatron-core 0.18 and newer; several threads may use it at once. -
-`fused_losses`, a context manager: the losses that a model computes itself, from ``labels=`` and in multi-token
+- `output_processor`: the same for GPTModel, with megatron-core 0.18 and newer; several threads may use it at once.
+- `fused_losses`, a context manager: the losses that a model computes itself, from ``labels=`` and in multi-token
   prediction.
 
 Each replaces ``output_layer.forward`` by `lce_torch_bridge.linear_logprobs` during a call. Megatron still calls the

@@ -64,7 +64,7 @@ def output_processor(
     Returns:
         A `LogprobOutput` of ``[b, s]`` tensors (``[b, s, K]`` for candidates), bitwise equal on all tensor-parallel
         ranks. Float16Module, which wraps every bf16 and fp16 model in training, turns the `LogprobOutput` into a plain
-        tuple in the same order: unpack it.
+        tuple in the same order, so unpack the result.
 
     Raises:
         NotImplementedError: the model is not supported; the message says why and what to do.

@@ -52,7 +52,7 @@ class PendingLogits:
         return labels.where(hit & (labels >= 0) & (labels < columns), ~labels)
 
     def transpose(self, _first: int, _second: int) -> PendingLogits:
-        """Returns this object: a model without labels ends with ``transpose(0, 1).contiguous()``."""
+        """Returns this object. A model that is called without labels ends with ``transpose(0, 1).contiguous()``."""
         return self
 
     def contiguous(self) -> LogprobOutput:

@@ -337,7 +337,9 @@ def _note_added_gradients(sums: ChunkSums, tokens: int) -> Iterator[None]:
 
 
 def choose_unit(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall) -> torch.Tensor:
-    """Returns the unit, a power of two ``[1]`` by which the cotangents are multiplied, from a bound on the dlogits.
+    """Returns the unit, an array ``[1]`` with a power of two, by which the cotangents are multiplied.
+
+    The unit follows from a bound on the dlogits.
 
     A dlogit is at most ``|logit_scale| / temperature`` times the sum of the cotangents' absolute values. The cotangent
     of the entropy counts ln V + 1 times, because it is multiplied by p (ln p + entropy), which is at most ln V + 1/e.

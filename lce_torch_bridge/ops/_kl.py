@@ -54,9 +54,9 @@ def linear_kl(
     With the teacher's probabilities p and the student's q, ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
     ``"reverse"`` is ``KL(q ‖ p) = Σ q (ln q - ln p)``, ``"jsd"`` is ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with
     ``m = β p + (1 - β) q``, the generalised Jensen-Shannon divergence, and ``"tv"`` is the total variation,
-    ``½ Σ |p - q| = 1 - Σ min(p, q)``. Differentiable, once, in the student's ``hidden``, ``weight`` and ``bias``; the
-    teacher has no gradient. At a temperature τ, multiply a KL or JSD by τ² to keep the size of its gradients. If you
-    have only a teacher's top k, see `lce_torch_bridge.losses.distillation_loss`.
+    ``½ Σ |p - q| = 1 - Σ min(p, q)``. The result is differentiable, once, in the student's ``hidden``, ``weight`` and
+    ``bias``; the teacher has no gradient. At a temperature τ, multiply a KL or JSD by τ² to keep the size of its
+    gradients. If you have only a teacher's top k, see `lce_torch_bridge.losses.distillation_loss`.
 
     Args:
         hidden, weight, bias, logit_scale, logit_softcap, reduce_grad_hidden: as in `linear_logprobs`.
@@ -72,17 +72,18 @@ def linear_kl(
             holds part r. All ranks pass the same hidden states and get bitwise-equal results. None: both weights are
             full weights.
         temperature: divides the float32 logits. It is a positive number, or a float tensor that broadcasts to ``[...]``
-            (one value per token, or per sequence as ``[b, 1]``), and has no gradient. A tensor's values are checked
-            only on the CPU and outside of ``torch.compile``: they must be positive and finite. Elsewhere a token whose
-            temperature is not gets NaN as result and no gradient, and other tokens are not affected.
+            (one value per token, or per sequence as ``[b, 1]``), and has no gradient. A tensor's values must be
+            positive and finite. They are checked only on the CPU and outside of ``torch.compile``; elsewhere, a token
+            with an invalid temperature gets NaN as result and no gradient, and other tokens are unaffected.
         teacher_temperature: the temperature of the teacher's logits. "same": the student's.
         teacher_logit_scale: the scale of the teacher's logits. "same": the student's. "unset": 1, and an error if the
             student's scale is not 1.
         teacher_logit_softcap: the cap of the teacher's logits. None: no cap. "same": the student's. "unset": no cap,
             and an error if the student has a cap, because each model has its own.
-        vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: they are in
-            no sum and have a gradient of zero, whatever they hold. None: every column counts. It is required if the
-            weights have different numbers of rows. Over a ``tp_group``, all parts of both weights have the same number.
+        vocab_size: the true size of the vocabulary of all ranks together. Columns from ``vocab_size`` on are padding:
+            they are in no sum and have a gradient of zero, whatever they hold. None: every column counts. It is
+            required if the weights have different numbers of rows. Over a ``tp_group``, all parts of both weights have
+            the same number.
         where: the tokens that count: a bool tensor of the shape ``[...]``, or the row indices of the flattened tokens,
             each at most once (int64 or int32). Other tokens have 0 as result and no gradient, and cost nothing. The
             host waits for the GPU to count a bool tensor, but not for an index. None: all tokens count.

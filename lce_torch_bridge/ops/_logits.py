@@ -35,8 +35,8 @@ def linear_logits(
     """Returns logits at chosen ids, without a pass over the vocabulary.
 
     ``z[k] = cap(logit_scale · (hidden · weight[ids[k]] + bias[ids[k]])) / temperature`` in float32, T·K dot products.
-    Differentiable, once, in ``hidden``, ``weight`` and ``bias``. `masked_logprobs` computes a softmax over these
-    logits. For log-probabilities under the full vocabulary use ``linear_logprobs(..., candidates=ids)``.
+    The logits are differentiable, once, in ``hidden``, ``weight`` and ``bias``. `masked_logprobs` computes a softmax
+    over these logits. For log-probabilities under the full vocabulary use ``linear_logprobs(..., candidates=ids)``.
 
     Args:
         hidden, weight, logit_scale, logit_softcap, vocab_size, reduce_grad_hidden: as in `linear_logprobs`.

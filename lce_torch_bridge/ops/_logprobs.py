@@ -60,8 +60,8 @@ def linear_logprobs(
 
     With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
     vocabulary: ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token, all in nats.
-    With ``candidates``, ``candidate_logprobs[k] = z[candidates[k]] - lse``. Differentiable, once, in ``hidden``,
-    ``weight`` and ``bias`` through all of them.
+    With ``candidates``, ``candidate_logprobs[k] = z[candidates[k]] - lse``. All of these results are differentiable,
+    once, in ``hidden``, ``weight`` and ``bias``.
 
     Args:
         hidden: ``[..., H]`` hidden states with any leading shape, including an empty one. bfloat16, float16 or float32,

@@ -79,9 +79,9 @@ def linear_loss(
             closes over, has not been seen. The check leaves torch's random state unchanged, and skips functions that
             draw random numbers or return other losses when called again.
         per_token: further arguments of ``loss_fn``. If you pass them by name, such as ``advantage=...``, unknown and
-            missing names are errors. Each is a tensor whose shape begins with labels' shape, may have 1 in place of a
-            size (``[b, 1]`` for one value per sequence), or is (). Tensors that require a gradient get one. Python
-            numbers are passed to ``loss_fn`` unchanged.
+            missing names are errors. Each is a tensor of shape (), or one whose shape begins with labels' shape, where
+            1 may replace a size (``[b, 1]`` for one value per sequence). Tensors that require a gradient get one.
+            Python numbers are passed to ``loss_fn`` unchanged.
         wgrad: "return" returns the weight's gradient to autograd. "main_grad" adds it to ``weight.main_grad`` in the
             backward, as Megatron's gradient-accumulation fusion does, and sets ``grad_added_to_main_grad``. With
             several chunks, the sum that is added is float32.

@@ -48,7 +48,7 @@ def linear_topk(
         temperature: divides the float32 logits. It is a positive number, or a float tensor that broadcasts to ``[...]``
             (one value per token, or per sequence as ``[b, 1]``). A tensor's values must be positive and finite. They
             are checked only on the CPU and outside of ``torch.compile``; elsewhere, a token with an invalid temperature
-            gets ids of -1 and NaN results, and other tokens are unaffected.
+            gets ids of -1 and NaN in lse and logprobs, and other tokens are unaffected.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from ``vocab_size`` on are padding,
             which is never among the results. None: every column counts.
         where: the tokens that count: a bool tensor of the shape ``[...]``, or the row indices of the flattened tokens,

@@ -2,9 +2,9 @@
 
 - `describe_device` and `launch_refusal` describe a device to `lce_jax`, and say whether kernels can be launched on it.
 - `check_readable` and `make_usable` check a tensor before kernels read it by its address: that it is dense, has memory,
-and has no negative or conjugate bit. torch does not check this: some of its own kernels read freed memory, and the
-values of a tensor with one of these bits differ from the values in its memory. - Other functions say whether a call is
-traced, recorded for a backward, inside a checkpoint, or run again.
+  and has no negative or conjugate bit. torch does not check this: some of its own kernels read freed memory, and the
+  values of a tensor with one of these bits differ from the values in its memory.
+- Other functions say whether a call is traced, recorded for a backward, inside a checkpoint, or run again.
 
 This module has most of torch's private names that the bridge uses; they exist in torch 2.11 and 2.14.1. Either no
 public function gives the same information, or the public one takes several times as long and is used only if the
@@ -154,7 +154,10 @@ def is_traced() -> bool:
 
 
 def cache_results[R](function: Callable[..., R]) -> Callable[..., R]:
-    """Decorates a function to cache its results by the arguments, except while torch traces, which saves host time."""
+    """Decorates a function to cache its results by the arguments, which saves time on the host.
+
+    While torch traces, nothing is cached.
+    """
     cached = functools.lru_cache(maxsize=1024)(function)
 
     @functools.wraps(function)
@@ -192,7 +195,10 @@ def checkpoint_hook() -> Any:
 
 
 def any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether a tensor needs operators: a subclass, a meta tensor, or a batch of is_grads_batched=True."""
+    """Whether torch watches one of the tensors, so that the call must run as this package's torch operator.
+
+    torch watches a subclass, a meta tensor, and a tensor that ``is_grads_batched=True`` has batched.
+    """
     return bool([x for x in tensors if x is not None and (type(x) not in PLAIN or x.is_meta or is_batched(x))])
 
 

@@ -6,7 +6,8 @@ sizes are 128, 512, powers of two from 2,048 on, and from 32,768 on also the siz
 up to 16,384 tokens and 11 up to 131,072. The same sizes apply to a forward that saves a cache, which also processes all
 tokens at once, and to kernels that are launched directly (`launched_directly`), which do not read padding.
 
-Programs skip blocks of padding. Padding takes at most as much memory as the rows, and from 32,768 rows on half as much.
+Programs skip blocks of padding. Padding takes at most as much memory as the rows; for 32,768 rows or more, at most half
+as much.
 """
 
 from __future__ import annotations

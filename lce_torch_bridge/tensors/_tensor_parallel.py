@@ -34,7 +34,8 @@ WHICH_GROUP = (
     "tp_group must be the group that splits the vocabulary, whose ranks hold the same tokens, and not that of data or "
     "context parallelism, nor all ranks; leave it out if each rank has the full weight"
 )
-# For each group, the largest number of heads of a call that its ranks have compared. Names of groups may be reused.
+# For each group, the largest number of heads of a call that its ranks have compared. The keys are groups and not their
+# names, because torch may reuse a name.
 _compared_heads: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # For each group, the kinds of calls whose options its ranks have compared.
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()

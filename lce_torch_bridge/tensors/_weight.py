@@ -65,7 +65,10 @@ def check_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def make_placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | None:
-    """Returns autograd's placeholder for ``dweight``, which has already been added and may be overwritten."""
+    """Returns autograd's placeholder for ``dweight``, after dweight has been added to ``main_grad``.
+
+    The placeholder may overwrite ``dweight``.
+    """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -1,8 +1,8 @@
 """Programs of JAX for results at a few ids: logits of chosen ids with gradients, and the k most likely ids.
 
-    compute_logits hidden [T, H], weight [V, H], bias [V], ids [T, K], temperature [T] -> [T, K] pull_back the same and
-    the cotangent [T, K] -> requested ones of dhidden, dweight, dbias compute_topk hidden, weight, bias, temperature ->
-    ids [T, k], logprobs [T, k], lse [T]
+    compute_logits   hidden [T, H], weight [V, H], bias [V], ids [T, K], temperature [T]  ->  [T, K]
+    pull_back        the same and the cotangent [T, K]   ->  those of dhidden, dweight, dbias that are requested
+    compute_topk     hidden, weight, bias, temperature   ->  ids [T, k], logprobs [T, k], lse [T]
 
 With a group, each rank computes the logits of the ids in its shard, and 0 for other ids. For the most likely ids, each
 rank sends its k largest logits, computed once more as dot products. Equal columns on different ranks then have equal

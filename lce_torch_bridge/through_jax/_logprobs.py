@@ -1,9 +1,9 @@
 """The forward and the backward of `linear_logprobs` as programs of JAX, and the collectives between the programs.
 
-    statistics hidden, weight, bias, tokens -> this shard's statistics, packed [F, P], and its cache results tokens, the
-    shards' statistics [N, F, P] -> results and saved values, packed [O + S, P] single_shard `statistics` and `results`
-    in one program, for a vocabulary that is not split pull_back operands, cache and a sum of dweight -> the requested
-    ones of dhidden, dweight and dbias
+    statistics     hidden, weight, bias, tokens               ->  this shard's statistics, packed [F, P], and its cache
+    results        tokens, the shards' statistics [N, F, P]   ->  results and saved values, packed [O + S, P]
+    single_shard   `statistics` and `results` in one program, for a vocabulary that is not split
+    pull_back      operands, cache and a sum of dweight       ->  those of dhidden, dweight, dbias that are requested
 
 `operators._operators` calls `forward`, `make_empty` and `gradients`.
 

@@ -199,7 +199,7 @@ class DweightSum:
         return target if target is not None and target.dtype == torch.float32 and _device.is_usable(target) else None
 
     def tensor(self, writes: bool = False) -> torch.Tensor:
-        """Returns the tensor to which kernels add. Only if JAX has not added anything.
+        """Returns the tensor to which kernels add. Call this only if JAX has added nothing.
 
         With ``writes``, the first kernels overwrite the tensor, so it is not zeroed.
         """

@@ -41,7 +41,9 @@ _started_in: int | None = None  # the id of the process in which JAX has started
 def init(
     *, allocator: Literal["bfc", "platform", "cuda_async"] | None = None, mem_fraction: float | None = None
 ) -> None:
-    """Starts JAX now, on the devices that PyTorch uses. If you do not call it, the first call starts JAX by default.
+    """Starts JAX now, on the devices that PyTorch uses.
+
+    Without `init`, the first call of this package starts JAX with the defaults.
 
     JAX alone would allocate 75 % of each GPU's memory at once. When this package starts JAX, JAX allocates memory as it
     needs it, and keeps it in its own pool.
@@ -145,7 +147,7 @@ def _has_jax_started() -> bool:
 
 
 def warn_of_preallocation(devices: list[jax.Device]) -> None:
-    """Warns if other code started JAX, so that JAX has preallocated most of a GPU's memory by default."""
+    """Warns if other code started JAX with its default, which preallocates most of a GPU's memory."""
     for device in devices:
         stats = device.memory_stats() if device.platform == "gpu" else None
         pool, limit = (stats or {}).get("pool_bytes", 0), (stats or {}).get("bytes_limit", 0)

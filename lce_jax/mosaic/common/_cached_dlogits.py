@@ -187,7 +187,9 @@ def cached_dlogits(
     columns: int,
     overwrites: bool,
 ) -> Float[Array, "T columns"]:
-    """Computes the gradients in the span's raw products, in the weight's dtype, in the first of ``columns`` columns.
+    """Computes the dlogits of the span's tiles, which are gradients of the raw products, in the weight's dtype.
+
+    The result has ``columns`` columns, and the span's tiles fill the first ones.
 
     The cached exponentials have the relative precision of that dtype, like the result. Padding gets zeros. Tiles after
     the span, and row blocks without an unmasked row, are not cached and not written. With ``overwrites`` the gradients

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mathematics import _logprobs
-from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist, place
 from lce_jax.mosaic._operands import RowFactors, SavedLayout, lay_out_saved, list_saved_statistics
 from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic._threshold_tiles import Batch, Sizes, Worklist, place
 from lce_jax.mosaic.common._tokens import (
     THREADS,
     BlockRows,
@@ -278,7 +278,7 @@ def put(
     work: Worklist | None = None,
     sizes: Sizes | None = None,
 ) -> Float[Array, "n m"]:
-    """Writes the values to their places in ``x``, which `lce_jax.mosaic._active_tiles.place` computes."""
+    """Writes the values to their places in ``x``, which `lce_jax.mosaic._threshold_tiles.place` computes."""
     (tokens, most), lists = columns.shape, () if work is None else (entries, work.sums, work.cells)
 
     def body(x: Any, columns: Any, values: Any, numbers: Any, *refs: Any) -> None:

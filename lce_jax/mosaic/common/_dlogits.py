@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from lce_jax.mathematics._kl import Direction, KLCoefficients
 from lce_jax.mosaic import _pallas
-from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._operands import KLOperands, Prepared, Span
 from lce_jax.mosaic._pallas import pl
+from lce_jax.mosaic._threshold_tiles import Batch, Sizes, Worklist
 from lce_jax.mosaic.common import _heads, _logits
 from lce_jax.mosaic.common._epilogue_steps import (
     ACCUMULATOR,
@@ -68,7 +68,9 @@ def dlogits(
     adapter: Float[Array, "V R"] | None = None,
     memory: Float[Array, "T columns"] | None = None,
 ) -> Float[Array, "T columns"]:
-    """Computes the gradients in the span's raw products, in the weight's dtype, in the first of ``columns`` columns.
+    """Computes the dlogits of the span's tiles, which are gradients of the raw products, in the weight's dtype.
+
+    The result has ``columns`` columns, and the span's tiles fill the first ones.
 
     ``weight`` and ``adapter``, B of an adapter, hold the span's columns at its offset. Padding columns get zeros. Tiles
     after the span, and row blocks without an unmasked row, are not written. The result overwrites ``memory``, if given.
@@ -226,7 +228,9 @@ def kl_dlogits(
     direction: Direction,
     memory: Float[Array, "Tp columns"] | None = None,
 ) -> Float[Array, "Tp columns"]:
-    """Computes eq. 8 or 10 in the student's raw products, in its weight's dtype, in the first of ``columns`` columns.
+    """Computes the student's dlogits (eq. 8 or 10) of the span's tiles, in its weight's dtype.
+
+    The result has ``columns`` columns, and the span's tiles fill the first ones.
 
     ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times its value in eq. 8; for "jsd"
     and "tv" they are the `MixtureFactors`. Padding columns get zeros. Tiles after the span, and row blocks without an

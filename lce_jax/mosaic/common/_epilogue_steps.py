@@ -65,8 +65,8 @@ def min_unpadded(
 def fold_columns(z: Float[Array, "64 256"], function: Callable[[Array, Array], Array]) -> Float[Array, "64 8"]:
     """Reduces a tile in each thread alone, to eight columns.
 
-    Branches return this, because with the shuffles of a whole reduction inside a branch, the compiler would treat all
-    later code as divergent and spill registers.
+    A branch calls this function, and the reduction ends after the branch. If the shuffles of a full reduction were
+    inside a branch, the compiler would treat all later code as divergent, and spill registers.
     """
     return functools.reduce(function, (z[:, start : start + FOLDED] for start in range(0, z.shape[1], FOLDED)))
 
@@ -178,8 +178,8 @@ def _store(values: Float[Array, "64 64"], rows: Any, output: Any, column: Any, a
 def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, add: bool | Array) -> None:
     """Stores a warpgroup's part of a tile at ``output[row:, column:]``, or adds it there, block by block.
 
-    Each block is rounded to the output's dtype. For dweight this is the weight's dtype, or fp32 if it is added; for
-    dhidden, `_chunks.empty_dhidden` chooses it.
+    Each block is rounded to the output's dtype. For dweight, the output's dtype is the weight's, or fp32 if it is
+    added; for dhidden, `_chunks.empty_dhidden` chooses it.
     """
     values, rows = multiply(), warpgroup_rows(row)
     rows = pl.ds(pl.multiple_of(rows.start, ATOM_ROWS), rows.size)

@@ -82,7 +82,7 @@ class MixtureFactors(NamedTuple):
 
 
 def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[Array, "14 Tp"]:
-    """Stacks the factors of the pass for the sums, or of the gradients' pass; padded with 0 to ``length``."""
+    """Stacks the factors of the sums' pass or of the gradients' pass, and pads them with 0 to ``length``."""
     if isinstance(rows, MixtureCoefficients):
         rows, factor_p, mean = rows
     else:
@@ -115,7 +115,7 @@ def convert_mixture_to_base_2(rows: Mixture, factor_p: Array, mean: Array, is_ab
 def kl_factors(
     rows: KLCoefficients | MixtureCoefficients, length: int, direction: Direction
 ) -> Float[Array, "fields Tp"]:
-    """Stacks the factors of the gradients in base 2; padded with 0 to ``length``.
+    """Stacks the factors of the gradients in base 2, and pads them with 0 to ``length``.
 
     There u_p - v_q is log2 e times its value in eq. 8.
     """
@@ -233,12 +233,12 @@ type Hold = Callable[[Array], HeldTile]
 
 
 def take_block(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
-    """Returns the same columns of a tile in registers as `HeldTile.block`."""
+    """Returns block ``i`` of a tile in registers, as `HeldTile.block` returns it of a held tile."""
     return x[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS]
 
 
 def take_strip(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
-    """Returns the same columns of a tile in registers as `HeldTile.strip`."""
+    """Returns the strip at ``column`` of a tile in registers, as `HeldTile.strip` returns it of a held tile."""
     return x[:, column : column + STRIP]
 
 
@@ -258,7 +258,7 @@ def update_tiles(
 ) -> list[Array]:
     """Runs ``epilogue`` on the span's tiles, and returns the arrays that it updates, the statistics first.
 
-    ``operands`` may end with factors of the rows.
+    ``operands`` may end with the factors that each row has.
     """
     machine, both = generation.machine, make_matmuls(calls, generation.tunings.of(calls[0], kernel))
     run = machine.kernel_of_heads(

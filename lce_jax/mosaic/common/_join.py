@@ -42,7 +42,7 @@ type Numbers = tuple[Any, ...]  # the numbers of a part, field by field
 class Rules(NamedTuple):
     """How to join the parts of a `Joined`."""
 
-    none: tuple[float, ...]  # the numbers of no columns
+    none: tuple[float, ...]  # the statistics of zero columns
     union: Callable[[Sequence[Numbers], Sequence[Any]], Numbers]  # (parts, row scales) -> their union
     to_nats: Callable[[Numbers], Numbers]
 
@@ -91,8 +91,8 @@ def join(
     unmasked rows, the number of valid parts, and the place of the first group in ``joined``. Groups after the last part
     are empty. Groups after the end of ``joined``, and row blocks without an unmasked row, are not written. ``parts``
     and ``joined`` may have more fields than the statistics. With ``in_nats`` the unions are in the units of eq. 1,
-    otherwise in base 2 like the parts. With ``parted``, ``parts`` begins with the first tile of a group of the shard,
-    and a group ends with its vocabulary part.
+    otherwise in base 2 like the parts. With ``parted``, a group ends where its vocabulary part ends, so the last group
+    of a vocabulary part may be shorter. ``parts`` then begins at a group of the shard.
     """
     return _join(row_scales, parts, [joined], of, group, numbers, in_nats, parted)[0]
 
@@ -144,9 +144,7 @@ def _kernel(
     in_nats: bool,
     parted: Parted | None,
     parts: Any,  # [parts, fields, Tp]
-    # The scales [Tp]; the unmasked rows, the parts, the first group; [groups, fields, Tp] and the maxima, if any; then
-    # the same memory as outputs.
-    *refs: Any,
+    *refs: Any,  # the row scales [Tp]; ``numbers`` [3]; ``joined`` and the maxima, if copied; then these as outputs
 ) -> None:
     row_scales, numbers, results = refs[:num_scales], refs[num_scales], refs[num_scales + 1 :]
     output, *maxima = results[len(results) // 2 :]

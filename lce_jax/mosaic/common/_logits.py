@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic import _pallas
-from lce_jax.mosaic._active_tiles import Batch, Sizes, find_row_block
 from lce_jax.mosaic._call import Machine
 from lce_jax.mosaic._operands import LOG2E, RowFactors, Span, make_geometry
 from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._threshold_tiles import Batch, Sizes, find_row_block
 from lce_jax.mosaic.common import _tiles
 from lce_jax.mosaic.common._tiles import (
     ROW_BLOCK,

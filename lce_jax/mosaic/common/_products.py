@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist, find_row_block, sum_before
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._operands import Span
 from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._threshold_tiles import Batch, Sizes, Worklist, find_row_block, sum_before
 from lce_jax.mosaic.common._epilogue_steps import make_staging, send_product
 from lce_jax.mosaic.common._tiles import (
     ROW_BLOCK,
@@ -143,7 +143,7 @@ def update(machine: Machine, matmul: Matmul, body: Any, name: str, operands: tup
 
 
 def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps: Any, visit: Visit, carry: Any) -> Any:
-    """Visits the tiles of the result, each of them ``splits`` times, with one part of the contraction each."""
+    """Visits every tile of the result ``splits`` times: once for each part of the contraction."""
     area, per_split = groups * columns, ceil_div(num_steps, splits)
 
     def tile(info: Any, carry: Any) -> Any:

@@ -63,7 +63,7 @@ def make_ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
 
 
 def find_stage(matmul: Matmul, step: Any) -> Any:
-    """Returns the stage of a step. The division is unsigned, because the compiler cannot rule out negative steps."""
+    """Returns the stage of a step, by an unsigned division: a signed one would also handle negative steps."""
     return lax.rem(jnp.asarray(step, jnp.int32).astype(jnp.uint32), jnp.uint32(matmul.tuning.stages)).astype(jnp.int32)
 
 

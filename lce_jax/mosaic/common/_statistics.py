@@ -200,7 +200,7 @@ def write_statistics(
     x = ACCUMULATOR.apply_floor(x, floor)
     highest = _find_max(x, label)
     # With a cache, the target's logit comes before the exponentials, so that x is freed block by block. Without a cache
-    # it comes after them. The other order spills registers, with and without a cache.
+    # the target's logit comes after the exponentials. In either case, the opposite order would spill registers.
     if refs.cache is None:
         sums = _sum_tile(call, x, row_scale, highest)
         at_target = _find_target(x, target, holds, label)
@@ -221,7 +221,7 @@ def write_statistics(
 def _find_min(
     call: Call, x: Float[Array, "64 256"], where: StatisticsWhere, floor: Float[Array, "64"] | None
 ) -> Float[Array, "64"] | None:
-    """Returns the smallest logit of each row if ``stats`` asks for it. With a floor, `_measure_support` does."""
+    """Returns the smallest logit of each row, if ``stats`` asks for it and `_measure_support` does not compute it."""
     return min_unpadded(x, *where.edge) if call.stats and floor is None else None
 
 
@@ -310,7 +310,8 @@ def _measure_block(x: Float[Array, "64 n"]) -> tuple[Float[Array, "64"], Float[A
 def _sum_tile(call: Call, x: Array, row_scale: Array, highest: Array, send: Any = None) -> list[Array]:
     """Computes the `SUMS` of a tile, block by block, and passes each block's exponentials to ``send``, if any.
 
-    u needs one instruction more than a fused multiply-add, whose result would not be 0 at the largest column.
+    u takes a subtraction and a product. One fused multiply-add would be faster, but would not give 0 at the largest
+    column.
     """
     sums: list[Array] = []
     for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):

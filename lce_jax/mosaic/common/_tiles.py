@@ -199,7 +199,10 @@ def ceil_div(x: Any, y: int) -> Int[Any, ""]:
 
 
 def row_groups(matmul: Matmul, num_rows: Any) -> Int[Any, ""]:
-    """Returns the number of clusters of row blocks that hold the first ``num_rows`` rows of lhs."""
+    """Returns the number of clusters of row blocks that hold the first ``num_rows`` rows of lhs.
+
+    Unmasked rows come first, so kernels that visit only these row groups skip the tiles of masked rows.
+    """
     return ceil_div(num_rows, matmul.tuning.cluster * ROW_BLOCK)
 
 

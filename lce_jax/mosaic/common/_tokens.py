@@ -10,7 +10,8 @@ The first four have one thread per token. A block is one warpgroup, whose tokens
 same functions that XLA compiles elsewhere, so the mathematics is written once. XLA has another logarithm and another
 division, so its results differ in the last bit.
 
-One program serves every number of tokens T up to its own R. The caller's arrays have T rows, but at least `THREADS`.
+A program is compiled for R rows, and serves every number of tokens T up to R. The caller's arrays have T rows, or
+`THREADS` rows if T is smaller.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def block_rows(block: Any) -> Any:
 class BlockRows(NamedTuple):
     """The rows that a block computes in arrays that end with the last row.
 
-    If the arrays do not have all rows of the block, it computes their last `THREADS` rows instead, some of which the
-    block before it computes too.
+    If the arrays end within the block, the block computes the last `THREADS` rows of the arrays instead. The previous
+    block computes some of these rows, too.
     """
 
     first: Any  # the first of `THREADS` existing rows

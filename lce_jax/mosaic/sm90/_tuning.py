@@ -24,25 +24,26 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "active_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "active_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster computes one vocabulary tile
     # A held tile takes 128 KiB, which leaves 96 KiB for the stages. Four stages of 32 columns are faster than two of 64
-    # (16.1 ms instead of 17.2). They are also faster than three and a slot for dlogits (47.4 ms instead of 48.7 for
-    # both passes). Turns with both heads' products would hide the epilogue, but four such steps are too short for the
-    # latency of memory: a forward would take 23.7 ms instead of 15.5, and that of a JSD 48.1 instead of 38.3.
+    # (16.1 ms instead of 17.2). They are also faster than three stages and a slot for dlogits (47.4 ms instead of 48.7
+    # for both passes). Two turns, with both heads' products, would hide the epilogue, but four such steps are too short
+    # for the latency of memory: a forward would take 23.7 ms instead of 15.5, and that of a JSD 48.1 instead of 38.3.
     "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_mixture_sums": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2),
 }
 
-# For a short contraction, in which the epilogue is a large part. Turns hide the epilogue, but read each tile of rhs
-# twice, in steps of half the time. If few row blocks share a tile of the weight, this is too short for HBM's latency.
+# For a short contraction, in which the epilogue is a large part. With two turns (`_pipeline`), one warpgroup multiplies
+# during the other's epilogue, so that the epilogue is hidden. But each tile of rhs is read twice, and a step takes half
+# the time. If few row blocks share a tile of the weight, a step is too short for HBM's latency.
 SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
 
 # For products if H is a multiple of NARROW_TILE_N and not of TILE_N. At H 2880, 6.7 % of the work of tiles with 256
 # columns is padding: (8192, 2880, 201088) on an H200, dweight 14.11 -> 13.06 ms in one launch, 15.28 -> 13.54 in 14.
 NARROW = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, slots=1, tile_n=NARROW_TILE_N)
 
-# An H100's memory is slower than an H200's, and turns are slower than none from H 640 on: with 8,192 tokens and 151,936
-# columns a forward takes at H 768 3.12 ms instead of 3.37, at 1024 4.00 (4.46), at 1536 5.75 (7.01), at 2048 8.07
-# (8.80); both passes at 1024 16.1 (16.3). At 512 it is 2.28 (2.25).
+# An H100's memory is slower than an H200's, and two turns are slower than one at H 640 and above: with 8,192 tokens and
+# 151,936 columns a forward takes at H 768 3.12 ms instead of 3.37, at 1024 4.00 (4.46), at 1536 5.75 (7.01), at 2048
+# 8.07 (8.80); both passes at 1024 16.1 (16.3). At 512 it is 2.28 (2.25).
 H100 = "NVIDIA H100 80GB HBM3"
 TUNED = {(H100, kernel): ((640, BY_KERNEL[kernel]),) for kernel in ("forward", "dlogits")}
 
@@ -53,8 +54,9 @@ class Tunings:
 
     short_hidden: int = 3072  # below it the contraction over H is short
     short_tokens: int = 1024  # below it the contraction over the tokens is short
-    many_row_blocks: int = 16  # from so many on, one more costs little, and each tile of the weight is used often
-    # Better tunings of a device (by kind and kernel), from a hidden size on. `python -m benchmarks sweep` finds them.
+    many_row_blocks: int = 16  # from this number on, one more costs little, and each tile of the weight is used often
+    # Better tunings by the device's kind and the kernel, each with the smallest hidden size for which it is used.
+    # `python -m benchmarks sweep` finds them.
     tuned: Mapping[tuple[str, str], tuple[tuple[int, Tuning], ...]] = dataclasses.field(default_factory=lambda: TUNED)
 
     def of(self, call: Call, kernel: str) -> Tuning:
@@ -69,10 +71,8 @@ class Tunings:
         for least, tuned in self.tuned.get((call.device.kind, kernel), ()):
             if call.hidden_size >= least:
                 choice = tuned
-        if call.hidden_size % choice.tile_k and kernel in (
-            "forward",
-            "dlogits",
-        ):  # otherwise half of the last step is empty
+        if call.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):
+            # With full steps, half of the last step would be empty.
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
         if kernel == "active_dhidden" and -(-call.hidden_size // TILE_N) % choice.cluster:
             choice = dataclasses.replace(choice, cluster=1)

@@ -130,11 +130,11 @@ def place(
 def make_orders(sizes: Sizes) -> list[int]:
     """Returns the orders for `make_worklist`: four lists with a number for each vocabulary tile.
 
-    - An order in which each section has about equal shares of low and high numbers, because the fractional parts of
-      multiples of the golden ratio are spread evenly.
-    - The place of each number in that order, beginning with the last number.
-    - The last cell before each of these places.
-    - All numbers in order.
+    - The tiles' numbers in a mixed order, in which each section has about equal shares of low and high numbers, because
+      the fractional parts of multiples of the golden ratio are spread evenly.
+    - The places of the mixed order, sorted by the number there, the highest number first.
+    - For each of these places, the last cell before it in a table with ``width`` cells for each tile; at least 0.
+    - The tiles' numbers in ascending order.
     """
     fractions = np.arange(sizes.tiles, dtype=np.uint32) * np.uint32(0x9E3779B9)  # times 2³²
     mixed = np.argsort(fractions, kind="stable")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lce_jax.mosaic import _active_tiles
-from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist
+from lce_jax.mosaic import _threshold_tiles
+from lce_jax.mosaic._threshold_tiles import Batch, Sizes, Worklist
 
 LIVE = np.random.default_rng(0).random((17, 18))
 SIZES = Sizes(tiles=9, blocks=5, group=2, slots=12, row_block=128, tile=256)
@@ -17,9 +17,9 @@ SIZES = Sizes(tiles=9, blocks=5, group=2, slots=12, row_block=128, tile=256)
 
 def make_worklist(active: np.ndarray, sizes: Sizes, contracted: int) -> tuple[Worklist, list[Batch]]:
     """By both; beside the mask there is something else."""
-    given = [np.array(x, np.int32) for x in (_active_tiles.make_orders(sizes), np.c_[active, 77 + active])]
-    found = [jax.jit(lambda *x: _active_tiles.make_worklist(jnp, sizes, *x, contracted))(*given)]
-    found.append(_active_tiles.make_worklist(torch, sizes, *map(torch.from_numpy, given), contracted))
+    given = [np.array(x, np.int32) for x in (_threshold_tiles.make_orders(sizes), np.c_[active, 77 + active])]
+    found = [jax.jit(lambda *x: _threshold_tiles.make_worklist(jnp, sizes, *x, contracted))(*given)]
+    found.append(_threshold_tiles.make_worklist(torch, sizes, *map(torch.from_numpy, given), contracted))
     of_jax, of_torch = (jax.tree.map(np.asarray, each) for each in found)
     jax.tree.map(np.testing.assert_array_equal, of_jax, of_torch)
     assert {x.dtype for x in jax.tree.leaves((of_jax, of_torch))} == {np.dtype(np.int32)}
