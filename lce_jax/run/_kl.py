@@ -66,9 +66,8 @@ class KLArguments(NamedTuple):
         students = _options.parse_arguments(student, *arrays.student, None, where, function="linear_kl")
         for name, neutral in NEUTRAL.items():
             if isinstance(teacher[name], str) and teacher[name] == "unset":
-                if (
-                    isinstance(student[name], jax.Array) or student[name] != neutral
-                ):  # no array is read, because its device would be asked
+                # An array is refused without a look at its value, for which the host would wait.
+                if isinstance(student[name], jax.Array) or student[name] != neutral:
                     raise messages.student_only_error(name, student[name], neutral)
                 teacher[name] = neutral
         with _name_teacher():

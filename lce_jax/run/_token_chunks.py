@@ -119,10 +119,9 @@ def plan(call: Call) -> Plan:
     chunk_plan = _dispatch.explain(chunk)
     call_plan = _dispatch.explain(dataclasses.replace(call, cache_bytes=0))
     item, columns = call.stat_dtype.itemsize, call.columns * call.hidden_size
-    sums = (
-        chunks > 1 and call.gradients.weight and call.dtype != call.stat_dtype
-    )  # otherwise there is no sum, or dweight itself is the sum
-    total = columns * item if sums else 0
+    # Without `has_sum`, there is one chunk or no dweight, or dweight itself is the sum.
+    has_sum = chunks > 1 and call.gradients.weight and call.dtype != call.stat_dtype
+    total = columns * item if has_sum else 0
     copies = size * call.hidden_size * (call.hidden_dtype.itemsize + item) if chunks > 1 else 0  # hidden and dhidden
     cache = max(chunk_plan.kept_bytes - chunk.statistics_bytes, 0)
     per_token = (2 + len(call.statistics)) * call.num_tokens * item

@@ -18,10 +18,8 @@ from lce_torch_bridge._types import Lora
 from lce_torch_bridge.call import _dtensor
 from lce_torch_bridge.tensors._device import GATHER, check_readable, is_traced
 
-PACKAGES = (
-    os.path.dirname(os.path.dirname(__file__)),
-    os.path.dirname(torch.__file__),
-)  # a warning names the line outside of these packages
+# A warning names the line outside of these packages.
+PACKAGES = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

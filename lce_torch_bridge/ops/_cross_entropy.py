@@ -20,13 +20,7 @@ from lce_torch_bridge.tensors import _device, _tensor_parallel
 if TYPE_CHECKING:
     from lce_torch_bridge.call._arguments import CrossEntropyOptions, EntropyOptions
 
-NO_OUTPUTS = (
-    "entropy",
-    "stats",
-    "mean_logit",
-    "candidates",
-    "out_of_vocab",
-)  # a loss has no such results
+NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")
 REFUSED = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
 ADVICE = {
     "out_features": "call linear_cross_entropy with each head's rows of the weight",

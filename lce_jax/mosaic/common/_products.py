@@ -198,13 +198,10 @@ def _active_dhidden_kernel(
     tile_k, cluster = matmul.tuning.tile_k, matmul.tuning.cluster
     batch = Batch.of(sizes, numbers[0], sums, cells)
     splits, _, hidden_size = output.shape
-    steps_of_tile, columns = (
-        TILE_N // tile_k,
-        hidden_size // TILE_N // cluster,
-    )  # the blocks of a cluster lie side by side
-    groups = jnp.where(
-        batch.num_entries > 0, ceil_div(numbers[1], ROW_BLOCK), 0
-    )  # all row blocks, if any tile is active
+    steps_of_tile = TILE_N // tile_k
+    columns = hidden_size // TILE_N // cluster  # the blocks of a cluster lie side by side
+    # The kernel visits all unmasked row blocks, if any tile is active.
+    groups = jnp.where(batch.num_entries > 0, ceil_div(numbers[1], ROW_BLOCK), 0)
 
     def visit_all(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:

@@ -77,9 +77,8 @@ def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before:
     """Starts the copies of one step as soon as its stage is free. TMA fills rows and columns outside with zeros."""
     matmul, lhs = product[:2]
     tuning, stage = matmul.tuning, find_stage(matmul, before + step)
-    located = (
-        None if tile.locate is None else tile.locate(_find_turn(tuning, tile, step)[1])
-    )  # computed while the stage is still in use
+    # The place is computed while the stage is still in use.
+    located = None if tile.locate is None else tile.locate(_find_turn(tuning, tile, step)[1])
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
     turn, number = _find_turn(tuning, tile, step)
     produced = ring.produced.at[turn * tuning.stages + stage]
