@@ -168,12 +168,15 @@ def peer_candidates(problem: Problem, is_timed: bool = True) -> list[Candidate]:
     ]  # fmt: skip
 
 
+TRL_BETAS = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}  # TRL has no total variation
+
+
 def trl_divergence(direction: str, *operands: Any) -> Any:
     """Calls TRL's divergence of two heads in Triton, which computes the student's entropy too."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as Function
 
     hidden, weight, teacher_hidden, teacher_weight = operands
-    beta = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}[direction]
+    beta = TRL_BETAS[direction]
     return Function.apply(hidden, weight, None, teacher_hidden, teacher_weight, None, beta)[0]
 
 

@@ -2,7 +2,7 @@
 
     losses     linear_cross_entropy and linear_logprobs without options, and with some that change the cost
     options    log-probabilities of labels with candidates and with a floor, and linear_logits
-    kl         exact divergences of two heads, by linear_kl and by TRL
+    kl         exact divergences of two heads, by linear_kl and, but for tv, by TRL
     precision  float32 operands, by the precision of the products; those that the device does not support are left out
     pipelines  the kernels of every generation, also for two heads, on an H100, whose tensor cores support mma.sync too
 
@@ -262,6 +262,8 @@ def stored_kl(hidden: Array, weight: Array, teacher_hidden: Array, teacher_weigh
     if direction == "jsd":
         log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
         return 0.5 * jnp.sum(jnp.exp(log_p) * (log_p - log_m) + jnp.exp(log_q) * (log_q - log_m), axis=-1)
+    if direction == "tv":
+        return 0.5 * jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1)
     log_p, log_q = (log_p, log_q) if direction == "forward" else (log_q, log_p)
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
@@ -281,8 +283,9 @@ def _divergences() -> dict[str, Program]:
             right = f"{direction}, stored logits{end}"
             programs[f"{direction}, linear_kl{end}"] = Program(functools.partial(way, ours), right)
             programs[right] = Program(functools.partial(way, functools.partial(stored_kl, direction=direction)))
-        trl = functools.partial(peers.trl_divergence, direction)
-        programs[f"{direction}, TRL{BACKWARD}"] = Program(trl, right, peers.compile_divergence, peers.to_jax)
+        if direction in peers.TRL_BETAS:
+            trl = functools.partial(peers.trl_divergence, direction)
+            programs[f"{direction}, TRL{BACKWARD}"] = Program(trl, right, peers.compile_divergence, peers.to_jax)
         keeping = functools.partial(both, functools.partial(ours, cache_bytes=FULL_CACHE))
         programs[f"{direction}, linear_kl, full cache{BACKWARD}"] = Program(keeping, right)
     return programs
