@@ -1,1 +1,1 @@
-"""From a caller's arguments to the description of a call, and the implementation that serves it."""
+"""Turns a caller's arguments into the description of a call, and chooses the implementation that serves it."""

@@ -46,7 +46,7 @@ def check_operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any,
 def check_floats(name: str, x: Any) -> None:
     """Checks that ``x`` is an array of floats whose sizes are known."""
     check_array(name, x)
-    if hasattr(type(x), "__jax_array__") and not isinstance(x, jax.Array):  # such as a parameter of Flax NNX
+    if hasattr(type(x), "__jax_array__") and not isinstance(x, jax.Array):  # for example a parameter of Flax NNX
         raise TypeError(f"{name} must be an array, got {type(x).__name__}, which holds one: pass {name}[...]")
     check_sizes(name, x)
     if jnp.dtype(x.dtype).name not in FLOATS:
@@ -54,7 +54,7 @@ def check_floats(name: str, x: Any) -> None:
 
 
 def check_vocab_size(vocab_size: Any, columns: int) -> int:
-    """Checks ``vocab_size`` against ``columns``, those of all shards, and returns it. None means all columns."""
+    """Checks ``vocab_size`` (None: all columns) and returns it. ``columns`` is the number of columns of all shards."""
     if vocab_size is None:
         return columns
     vocab_size = scalars.integer("vocab_size", vocab_size)
@@ -64,7 +64,7 @@ def check_vocab_size(vocab_size: Any, columns: int) -> int:
 
 
 def check_split(primals: Primals, lora: Any, call: Call) -> None:
-    """Checks inside ``shard_map`` that each shard of ``axis_name`` has its own columns, as far as types show that."""
+    """Refuses operands that types show as replicated over ``axis_name``. Without ``check_vma``, types show nothing."""
     if not _jax.tracks_varying(call.axis_name):
         return
     axes = [axis for axis in _jax.list_axes(call.axis_name) if lax.axis_size(axis) > 1]
@@ -141,7 +141,7 @@ def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call
 
 
 def _read_if_ready(x: Any) -> np.ndarray | None:
-    """Returns the values of a NumPy array, or of a JAX array that is on a CPU and already computed; else None."""
+    """Returns the values of a NumPy array, or of a JAX array that a CPU has already computed; None for other arrays."""
     if isinstance(x, np.ndarray):
         return x
     if not isinstance(x, jax.Array) or not is_concrete(x) or x.is_deleted():
@@ -187,7 +187,7 @@ def check_temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> 
 
 
 def check_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
-    """Checks a floor, and returns it. It is a number that may be infinite, or an array that broadcasts.
+    """Checks a floor, and returns it: a number, which may be infinite, or an array that broadcasts.
 
     A known NaN is refused. In a traced array, a NaN affects only its own row.
     """
@@ -223,7 +223,7 @@ def check_known_values(
     where: Any = None,
     advice: str = "leave such rows out with where=",
 ) -> None:
-    """Refuses known values that are wrong in unmasked rows. ``must`` begins the message, ``advice`` ends it."""
+    """Refuses known values that are wrong in unmasked rows. ``must`` begins the message, and ``advice`` ends it."""
     known = [x for x in (value, where) if x is not None]
     if not all(is_concrete(x) for x in known):
         return
@@ -249,7 +249,7 @@ def is_concrete(x: Any) -> bool:
 def find_axis_size(axis_name: Any, outside: str = "use sharded_linear_logprobs") -> int:
     """Returns the number of shards over ``axis_name``. Refuses a name that no enclosing ``shard_map`` binds.
 
-    ``outside`` is what the message says for callers outside ``shard_map``.
+    ``outside`` is the message's advice for callers outside ``shard_map``.
     """
     try:
         return lax.axis_size(axis_name)

@@ -1,4 +1,4 @@
-"""From a caller's arguments to a call and its arrays: checks, layout on a mesh, implementation, rows.
+"""Turns a caller's arguments into a call and its arrays, and chooses its layout on a mesh and its implementation.
 
     Arguments ─ `describe_call` ─ layout ─ `choose_implementation` ─ `make_operands` ─▶ Bound
 
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
     where: Bool[Array, "*b"] | None
     temperature: Float[Array, "*b"] | None
-    logit_scale: Float[Array, "*b"] | None = None  # None: scale and softcap are numbers, in the call
+    logit_scale: Float[Array, "*b"] | None = None  # None: scale and softcap are numbers, which the call has
     logit_softcap: Float[Array, "*b"] | None = None
     candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none or out of vocabulary
     weights: Pair[Float[Array, "*b"]] | None = None  # 1 - β and β of the mixture in `lce_jax.linear_kl`
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 def make_missing_labels(like: Array, shape: tuple[int, ...]) -> Array:
     """Returns the labels of a call without labels: -1 everywhere, on the devices of ``like``.
 
-    This function is jitted for the same reason as `_make_rows`.
+    This function is jitted because outside ``jit`` the -1 is a transfer, which ``jax.transfer_guard`` may forbid.
     """
     del like
     return jnp.full(shape, -1, jnp.int32)
@@ -100,7 +100,7 @@ def add_tags(rows: Rows) -> Rows:
 
 
 def tag_arrays(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
-    """Includes ``arrays``, ``[*b, ...]`` each, in the tags of ``rows``, unless types show that all shards are equal."""
+    """Adds ``arrays``, each ``[*b, ...]``, to the tags of ``rows``, unless types track whether shards differ."""
     if not arrays or rows.tags is None or _jax.tracks_varying(call.axis_name):
         return rows
     return rows._replace(tags=_collectives.compute_tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
@@ -126,13 +126,13 @@ def _broadcast_beta(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Arr
 class Scales(NamedTuple):
     """Per-token factors of eq. 0, from the temperature and from a traced scale or softcap."""
 
-    inverse_temperature: Float[Array, "T"] | None  # includes a traced |scale| or cap; None: 1
+    inverse_temperature: Float[Array, "T"] | None  # 1 / temperature, times a traced |scale| or cap; None: 1
     raw_scale: Float[Array, "T"] | None = None  # x = tanh(raw_scale · r) with a softcap, else x = raw_scale · r
     sign: Float[Array, "T"] | None = None  # the sign of a traced scale, if hidden is multiplied by it
 
     @property
     def derivative(self) -> Float[Array, "T"] | None:
-        """The row factor of eq. 5, without the scale if the scale is a number."""
+        """The row factor of eq. 5. It does not include a scale that is a number."""
         inverse, raw_scale = self.inverse_temperature, self.raw_scale
         return inverse if raw_scale is None or inverse is None else inverse * raw_scale
 
@@ -216,7 +216,7 @@ def find_local_columns(ids: Int[Array, "..."], start: Any, columns: int) -> Int[
 
 
 def flatten_tokens[T](tree: T, leading: int) -> T:
-    """Merges the first ``leading`` dimensions of every leaf, which are those of labels, into one dimension."""
+    """Merges the first ``leading`` dimensions of every leaf, the dimensions of labels, into one."""
     return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:]), tree)
 
 
@@ -260,7 +260,7 @@ def expand(order: Compaction, tree: Any) -> Any:
 def find_layout(
     arguments: Arguments, per_token: list[Any], placement: MeshPlacement
 ) -> tuple[Layout | None, Layout | None]:
-    """Returns two layouts on a mesh: of the operands, and the one that the call uses.
+    """Returns two layouts on a mesh: the layout that the operands have, and the layout that the call uses.
 
     Both are None without a mesh. Over Auto axes the second is None, because XLA partitions the call.
     """
@@ -276,7 +276,7 @@ def find_layout(
 
 
 def divide_call(call: Call, layout: Layout | None) -> Call:
-    """Returns the call of one device's share, with its implementation."""
+    """Returns the call that describes one device's share, with the implementation for this share."""
     call = choose_implementation(call, mesh=layout)
     if layout is None:
         return call
@@ -298,7 +298,7 @@ class Bound(NamedTuple):
 
 
 def bind_call(arguments: Arguments, others: Any = ()) -> Bound:
-    """Binds a described call to its arrays, over the mesh of its placement, the mesh of its operands, or one device.
+    """Binds a described call to its arrays, over the mesh that its placement or its operands name, or on one device.
 
     ``others`` are further operands, which may name the mesh too.
     """
@@ -392,7 +392,7 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
         call = _dispatch.use_mesh_device(call, mesh.mesh).replace(num_tokens=tokens, columns=size)
     if call.top_k:
         scalars.check_k(call.top_k, vocab_size)
-    if call.vocab_part_size and columns < scalars.INT32_MAX:  # otherwise the number of shards is unknown here
+    if call.vocab_part_size and columns < scalars.INT32_MAX:  # INT32_MAX: the number of shards is unknown here
         shared_checks.check_vocab_parts(call.vocab_part_size, columns, call.columns)
     return call.replace(
         implementation=_dispatch.choose(call)[0].NAME,
@@ -427,7 +427,7 @@ def _append_adapter(call: Call, primals: Primals, where: Array | None, a: Array,
     missing = (0, call.rank - a.shape[0])
     hidden, a = _jax.gather_dims(primals.hidden, -1), _jax.gather_dims(a, -2, -1)
     a = jnp.pad(a.astype(call.stat_dtype) * lax.stop_gradient(scale).astype(call.stat_dtype), (missing, (0, 0)))
-    unmasked = hidden  # with zeros in masked rows
+    unmasked = hidden  # masked rows become 0 below
     if where is not None:
         unmasked = jnp.where(_jax.split_like(where, hidden)[..., None], hidden, jnp.zeros((), hidden.dtype))
     u = jnp.matmul(unmasked.astype(call.dtype), a.astype(call.dtype).T, precision=call.precision)

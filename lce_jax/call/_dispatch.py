@@ -5,8 +5,8 @@ Implementations are tried in order of preference. An implementation that cannot 
 
 The machine need not have the device. `jax.experimental.topologies` describes the devices of a pod, and a program can be
 lowered for them ahead of time on a machine without them. A mesh or an operand's sharding names these devices. If
-tracing cannot see the device (``jit(in_shardings=...)``, ``SingleDeviceSharding``), a program that is lowered for
-another device is refused.
+tracing cannot see the device (``jit(in_shardings=...)``, ``SingleDeviceSharding``), it assumes JAX's default device.
+Lowering for another device is then refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("desc
 
 @contextlib.contextmanager
 def trace_for_device(device: Device | None) -> Iterator[None]:
-    """A context that traces calls for ``device``, which JAX need not know. None: for JAX's own device."""
+    """A context that traces calls for ``device``, which JAX need not know. None: as outside of such a context."""
     token = _described.set(device)
     try:
         yield
@@ -106,15 +106,15 @@ def find_mesh_device(mesh: Mesh | AbstractMesh | None) -> Device | None:
 def _list_devices(platform: str) -> list[jax.Device]:
     try:
         return jax.devices(platform)
-    except RuntimeError:  # no such backend here
+    except RuntimeError:  # this machine has no such backend
         return []
 
 
 class Implementation(Protocol):
     """The functions that a module must define to be an implementation.
 
-    `lce_jax.mosaic` has further functions, which no other implementation needs: statistics in parts, per-token
-    arithmetic, and tiles that a threshold leaves out.
+    `lce_jax.mosaic` has further functions, for statistics in parts, for per-token arithmetic, and for tiles that a
+    threshold leaves out. No other implementation needs them.
     """
 
     NAME: str
@@ -126,7 +126,7 @@ class Implementation(Protocol):
         """Returns the tiles and bytes of ``call``, without running anything."""
 
     def statistics(self, operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
-        """Computes eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
+        """Computes the shard's eq. 1, and a cache for the backward: None, or arrays of at most ``cache_bytes``.
 
         With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.select_tiles` needs.
         """

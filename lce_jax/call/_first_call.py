@@ -1,11 +1,11 @@
 """Checks kernels that have not yet run on this kind of card: the first call compares them with `lce_jax.xla`.
 
-The comparison runs once per kind of device, on a small problem. The problem has a vocabulary that ends inside a tile,
-missing labels, a cache of two tiles, both gradients, and dweight added to a sum. The device is described with two
-multiprocessors, so that each computes several tiles. The first call of `linear_kl` also compares the kernels of two
-heads. The comparison takes about as long as the compilation of the kernels. If results differ, the process runs no
-kernels. If they agree, later processes of the user do not compare again (`_remembered`). The comparison does not cover
-gradient thresholds, candidates, a padded vocabulary and mixtures of two heads.
+The comparison runs once per kind of device, on a small problem. The problem has tokens without labels, a vocabulary
+that ends inside a tile, a cache of two tiles, both gradients, and a sum to which dweight is added. The device is
+described with two multiprocessors, so that each of these computes several tiles. The first call of `linear_kl` also
+compares the kernels of two heads. The comparison takes about as long as the compilation of the kernels. If results
+differ, the process runs no kernels. If they agree, later processes of the user do not compare again (`_remembered`).
+The comparison does not cover gradient thresholds, candidates, a padded vocabulary or mixtures of two heads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lce_jax.xla import _logprobs as xla
 from lce_jax.xla._walk import Head, HeadTokens, Shard
 
 T, H, V, BLOCKS = 200, 256, 896, 2  # V is 3.5 tiles: two cached ones and two that share kernels with them
-CACHE_BYTES = 300_000, 900_000  # two tiles, of one head and of two
+CACHE_BYTES = 300_000, 900_000  # enough for two tiles, with one head and with two
 BOUNDS = dict.fromkeys(("logprobs", "entropy", "lse", "kl"), 1e-4)  # in nats
 BOUNDS |= dict.fromkeys(("dhidden", "dweight", "dweight of a sum"), 0.03)  # relative
 
@@ -105,8 +105,8 @@ def notes(device: Device) -> tuple[str, ...]:
 def measure_errors(results: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
     """Returns the largest error of each result: absolute for values, relative for gradients.
 
-    The error of a gradient is the largest error of a row, divided by the row's norm or the median norm if that is
-    larger.
+    A gradient's error is the largest of its rows' errors. A row's error is divided by the row's norm, or by the median
+    norm if that is larger.
     """
     largest = {}
     for name, right in expected.items():

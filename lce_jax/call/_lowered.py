@@ -1,9 +1,9 @@
 """Lowered kernels, remembered in the user's cache folder, so that later processes do not lower them again.
 
-Lowering one kernel takes Python 0.1 to 1 s, and a first call through PyTorch needs up to 15. A file holds the module of
-one kernel, compressed. The file's name is a digest of what the module depends on: this package's sources, the versions
-of JAX and of NVIDIA's compilers, the settings of Pallas and Mosaic, and the kernel with its shapes and options. A file
-that is damaged or cannot be read counts as missing.
+Lowering one kernel takes Python 0.1 to 1 s, and a first call through PyTorch needs up to 15 kernels. A file holds the
+compressed module of one kernel. The file's name is a digest of what the module depends on: this package's sources, the
+versions of JAX and of NVIDIA's compilers, the settings of Pallas and Mosaic, and the kernel with its shapes and
+options. A file that is damaged or cannot be read counts as missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _logger = logging.getLogger("lce_jax")
 
 
 class LoweredKernels:
-    """The files with lowered kernels of one version of the software: this package, JAX and NVIDIA's compilers."""
+    """The files of kernels that one set of versions of this package, JAX and NVIDIA's compilers has lowered."""
 
     def __init__(self, folder: Path, software: dict[str, str]) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class LoweredKernels:
         return None
 
     def write(self, key: str, module: bytes) -> None:
-        """Writes a module, whole or not at all. If it cannot be written, the log says so."""
+        """Writes a complete file with the module, or no file. The log reports a failure."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remembered.replace_file(self._name_file(key), zlib.compress(self._digest(key, module) + module))
@@ -108,21 +108,21 @@ def describe_kernel(kernel: Kernel, device: Device) -> str | None:
 
 
 def find_lowered_kernels() -> LoweredKernels | None:
-    """Returns the user's lowered kernels; None if nothing is to be remembered, or if sources are unknown."""
+    """Returns the user's lowered kernels; None if nothing is to be remembered, or the package's sources are unknown."""
     folder = _remembered.find_folder()
     software = None if folder is None else _remembered.describe_software()
     return None if folder is None or software is None else LoweredKernels(folder, software)
 
 
 def _describe_settings() -> dict[str, str]:
-    """Returns the settings of JAX and the variables of the environment that may change a module."""
+    """Returns the settings of JAX and the environment variables that may change a module."""
     values: Any = jax.config.values
     settings = {name: repr(value) for name, value in values.items() if any(part in name for part in SETTINGS)}
     return settings | {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Returns the files of all versions of the software."""
+    """Returns the lowered kernels' files, whatever versions of the software wrote them."""
     return sorted(folder.glob(f"{PREFIX}*.bin"))
 
 

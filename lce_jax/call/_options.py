@@ -93,7 +93,7 @@ def check_scalar(
     """Checks a number, or a real array of shape (), and returns it.
 
     ``check`` checks numbers. If the value of an array is known, ``check_array`` (default: ``check``) checks this value.
-    That happens only outside ``jit``, and waits for the device, as for a temperature that is an array.
+    It is known only outside ``jit``, where the check waits for the device.
     """
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
@@ -123,7 +123,7 @@ def _check_axes(name: str, value: Any) -> Any:
 
 
 def _check_precision(name: str, value: Any) -> Any:
-    """Checks a precision that is not None by tracing a `jax.lax` product with it."""
+    """Checks a precision, which is not None, by tracing a `jax.lax` product with it."""
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(lambda a, b: lax.dot(a, b, precision=value), one, one)
@@ -173,7 +173,7 @@ class Option:
     """A keyword option."""
 
     default: Any
-    check: Callable[[str, Any], Any] = _check_later  # (name, value) -> checked value; not for the default
+    check: Callable[[str, Any], Any] = _check_later  # (name, value) -> checked value; the default is not checked
     excluded: tuple[str, ...] = ()  # the functions that do not have the option
 
 
@@ -290,7 +290,7 @@ class Arguments(NamedTuple):
     logit_floor: Any
     lora: Any
     ignore_index: Any  # None after `lce_jax.call._describe.describe_call` has masked the rows with this label
-    placement: MeshPlacement | None  # None: one device, ``axis_name``, or the mesh of the operands
+    placement: MeshPlacement | None  # None: one device, ``axis_name``, or the operands' mesh
 
 
 def check_option(name: str, options: Mapping[str, Any]) -> Any:
@@ -312,7 +312,7 @@ def parse_arguments(
     function: str = "linear_logprobs",
     top_k: Any = None,
 ) -> Arguments:
-    """Checks the options of ``function`` (`linear_topk` if ``top_k`` is given), and returns them with its arrays."""
+    """Checks the options of ``function`` (`linear_topk` if ``top_k`` is set). Returns them with the call's arrays."""
     options = options if top_k is None else {**options, "entropy": False}
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:

@@ -2,7 +2,7 @@
 
 A file holds one comparison. The file's name is a digest of what may change the results: this package's sources, the
 versions of JAX and of NVIDIA's compilers, the card, the driver, and whether the kernels are of one head or two. Only a
-successful comparison is written. A file that cannot be read or written, or that holds anything else, counts as missing.
+successful comparison is written. A file that is damaged, or cannot be read or written, counts as missing.
 
 Processes that begin together compare once: the first one holds a lock, and the others read its result. If the first
 finds a fault or dies, each of the others compares for itself.
@@ -37,10 +37,10 @@ except ImportError:  # Windows, where JAX has no CUDA
 
 VARIABLE = "LCE_JAX_CACHE_DIR"
 PREFIX = "first_call-"
-WAIT_SECONDS = 120.0  # five times a comparison on an H200. A process that hangs delays others by this at most
+WAIT_SECONDS = 120.0  # five comparisons on an H200. A process that hangs delays others no longer than this
 POLL_SECONDS = 0.05
 DISTRIBUTIONS = ("lce-jax", "jax", "jaxlib")
-COMPILERS = (  # where Mosaic, LLVM and ptxas or nvJitLink come from
+COMPILERS = (  # the packages of Mosaic, LLVM, and ptxas or nvJitLink
     "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvjitlink",
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
@@ -54,8 +54,8 @@ _logger = logging.getLogger("lce_jax")
 def find_folder() -> Path | None:
     """Returns the folder for the files; None if nothing is to be remembered, or if the user has no home.
 
-    ``LCE_JAX_CACHE_DIR`` names the folder; if it is empty or 0, there is none. The default is ``lce_jax`` in
-    ``XDG_CACHE_HOME`` or ``~/.cache``.
+    ``LCE_JAX_CACHE_DIR`` names the folder. If this variable is empty or 0, nothing is remembered. The default folder is
+    ``lce_jax`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
     """
     chosen, base = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME", "")
     if chosen is not None and chosen.strip() in ("", "0"):
@@ -70,7 +70,7 @@ def find_folder() -> Path | None:
 
 @functools.cache
 def describe_software() -> dict[str, str] | None:
-    """Returns a digest of this package's sources, and all versions; None if the sources are unknown.
+    """Returns a digest of this package's sources, and the software's versions; None if the sources are unknown.
 
     Because of the digest, an edited checkout counts as another version. Sources that changed after their import are
     unknown.
@@ -128,7 +128,7 @@ def _find_module_version() -> str | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, even if other processes write the same file."""
+    """Writes a complete file or none, even if other processes write the same file."""
     handle, name = tempfile.mkstemp(".tmp", PREFIX, path.parent)
     try:
         with open(handle, "wb") as file:
@@ -152,7 +152,7 @@ class Comparison:
         return record if record is not None and record["key"] == self.key else None
 
     def write(self, compared_by: str) -> None:
-        """Writes the file whole or not at all. If it cannot be written, the log says so."""
+        """Writes a complete file or none. The log reports a failure."""
         at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         text = json.dumps({"key": self.key, "compared_by": compared_by, "at": at}, indent=1)
         try:
@@ -162,9 +162,9 @@ class Comparison:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """A context that one process enters at once, holding the lock until it leaves or dies. Others enter after that.
+        """A context. The first process enters with a lock, and holds it until it leaves or dies. Then the others enter.
 
-        The others do not hold the lock, so that after a fault they all compare at once. A process waits for at most
+        The others do not hold the lock, so after a fault they all compare in parallel. A process waits for at most
         `WAIT_SECONDS`, and not at all where files cannot be locked.
         """
         with contextlib.ExitStack() as stack:
@@ -172,7 +172,7 @@ class Comparison:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 file = stack.enter_context(open(self.path.with_suffix(".lock"), "a+b"))
                 if fcntl is not None and _lock_or_wait(file):
-                    stack.callback(_unlock, file)  # a forked child may have the file open
+                    stack.callback(_unlock, file)  # closing is not enough: a forked child may have the file open
             yield
 
 
@@ -250,7 +250,7 @@ def _describe_result(comparison: Comparison, record: dict[str, Any]) -> str:
 
 
 def report() -> Iterator[str]:
-    """Yields what is remembered, where, whether this software and driver read it, and how to forget it."""
+    """Yields where comparisons are remembered, whether this software and driver read them, and how to forget them."""
     folder = find_folder()
     if folder is None:
         yield f"First calls are not remembered: {VARIABLE} is empty or 0, or the user has no home."

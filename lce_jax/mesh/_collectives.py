@@ -1,6 +1,6 @@
 """Collectives over the mesh axis that splits the vocabulary, and checks that all shards have the same tokens.
 
-If an axis or a process group splits something other than the vocabulary, the results would be finite but wrong. So each
+An axis or a process group that splits something other than the vocabulary would make results finite but wrong. So each
 shard adds a summary of its operands to the collective that merges the statistics:
 
     tags      one integer per token, from everything except hidden: label, temperature, floor, ids
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 type AxisName = Any  # a hashable axis name, or a tuple of them
 
 ODD = 0x9E3779B1  # a factor in tags; it is odd, so a product modulo 2³² loses no information
-SAMPLE = 32  # elements of a hidden row in the sample whose norm scales a sketch
-LANES = 4  # elements of the sample that a sketch keeps, as one byte each: 127 stands for the norm of the sample
-ROUNDING = 4  # the largest lane difference that counts as rounding: a sixth of a usual element, 40 bfloat16 roundings
+SAMPLE = 32  # a row's sketch is scaled by the norm of this many elements, a sample of the row
+LANES = 4  # how many elements of this sample a sketch keeps, a byte each; the byte 127 stands for the sample's norm
+ROUNDING = 4  # the largest difference of bytes that counts as rounding: a sixth of a usual byte, 40 bfloat16 roundings
 PROBED = 8, 16  # the rows and columns of a probe of the weight
-PIECE = 12  # the bits of a tag in one sum: a float32 sum over 4096 shards is then exact
+PIECE = 12  # a sum takes this many bits of a tag, so that a float32 sum over 4096 shards is exact
 
 
 def gather_trees[T](tree: T, axis_name: AxisName) -> T:
@@ -142,7 +142,7 @@ def _from_bits(bits: Array, dtype: Any) -> Array:
 
 
 def join_agreement(first: Array | None, second: Array | None) -> Array | None:
-    """Joins two agreements of `equalize_shards`: True in rows in which both are True. None: nothing was compared."""
+    """Joins two agreements that `equalize_shards` returned: True where both are. None: nothing was compared."""
     return second if first is None else first if second is None else first & second
 
 
@@ -173,7 +173,7 @@ class ShardSummary(NamedTuple):
     """A summary of one shard's operands; or the summaries of all shards, stacked along a leading dimension."""
 
     tags: Int[Array, "T"]
-    sketches: Int[Array, "n T"]  # n: heads
+    sketches: Int[Array, "n T"]  # n: the number of heads
     probes: Int[Array, "n rows columns"]
 
 
@@ -201,7 +201,7 @@ def compute_tags(columns: Sequence[Array], where: Bool[Array, "*b"] | None = Non
 def sketch(hidden: Float[Array, "T H"]) -> Int[Array, "T"]:
     """Returns a rough copy of each row, as one integer.
 
-    Its bytes are `LANES` elements, relative to the norm of `SAMPLE` elements.
+    The bytes of this integer are `LANES` elements, relative to the norm of `SAMPLE` elements.
     """
     indices = np.arange(SAMPLE) * hidden.shape[1] // SAMPLE
     sample = hidden[:, indices].astype(jnp.float32)
@@ -233,8 +233,7 @@ def compare_summaries(every: ShardSummary, ids: Int[Array, "..."], columns: int)
     same = jnp.all(every.tags == every.tags[:1], axis=0)
     lanes = lax.bitcast_convert_type(every.sketches, jnp.int8).astype(jnp.int32)  # [N, n, T, lanes]
     near = jnp.all(jnp.abs(lanes - lanes[:1]) <= ROUNDING, axis=(0, 1, 3))
-    # A probe whose columns are all equal, such as zeros, proves nothing: shards may have it in common without a
-    # mistake.
+    # A probe whose columns are all equal, such as zeros, proves nothing: different shards may really have equal ones.
     vary = jnp.any(every.probes != every.probes[:, :, :1], axis=(2, 3))  # [N, n]
     equal = jnp.all(every.probes[:, None] == every.probes[None], axis=(3, 4))  # [N, N, n]
     earlier = np.tri(len(every.probes), k=-1, dtype=bool)[:, :, None]

@@ -3,7 +3,7 @@
 This module works around two limits of JAX's `custom_partitioning`. JAX cannot export such a function. So a primitive
 decides at lowering: an exported program gets the plain function, and every other program the function with its rule. If
 no mesh is set when the program is lowered, the shardings that the rule receives have no axis names. `_find_names` finds
-these.
+the names.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def every_device(self) -> P:
-        """The spec of caches, one for each device, stacked along the first dimension."""
+        """The spec of the devices' caches, which are stacked along the first dimension."""
         return P((*self.token_axes, *list_axes(self.vocab_axes)))
 
     def add_batch(self, hidden_spec: P) -> Layout:
@@ -120,7 +120,7 @@ def layout_of_names(
 ) -> Layout:
     """Returns the layout for the axes that the caller names, after checks against the mesh and the shapes."""
     current = jax.sharding.get_abstract_mesh()
-    mesh = current if mesh is None or current.manual_axes else mesh  # inside shard_map it has Manual axes
+    mesh = current if mesh is None or current.manual_axes else mesh  # inside shard_map, ``current`` has Manual axes
     if mesh.empty:
         raise ValueError("no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
     if batch_axes is None:
@@ -149,8 +149,8 @@ def layout_of_specs(
     ``hidden`` and ``weight`` may be ``jax.ShapeDtypeStruct``.
 
     Tokens are split like hidden, and the vocabulary like the weight. A token dimension that is not split in hidden is
-    split like the other per-token operands. A split H is gathered. An axis cannot split both tokens and vocabulary:
-    hidden or the weight is gathered over such an axis, whichever then takes less memory per device.
+    split like the other per-token operands. A split H is gathered. An axis cannot split both tokens and vocabulary.
+    Over such an axis, either hidden or the weight is gathered: the operand that then takes less memory per device.
     """
     leading = [_dividing_axes(mesh, n, _axes_at(hidden_spec, dim)) for dim, n in enumerate(hidden.shape[:-1])]
     vocab = _dividing_axes(mesh, weight.shape[vocab_dim], _axes_at(weight_spec, vocab_dim))
@@ -177,7 +177,7 @@ def layout_of_specs(
 def layout_of_arrays(hidden: Any, weight: Any, per_token: Sequence[Any], vocab_dim: int) -> Layout | None:
     """Returns the layout of arrays or array shapes that are sharded over a mesh of several devices.
 
-    Returns None if no array is on such a mesh. Also None inside ``shard_map``, where each device has its own arrays.
+    Returns None if no array is on such a mesh, and inside ``shard_map``, where each device has its own arrays.
     """
     shardings = [_sharding(x) for x in (hidden, weight, *per_token)]
     meshes = [sharding.mesh for sharding in shardings if sharding is not None and sharding.mesh.size > 1]
@@ -204,7 +204,7 @@ def _dividing_axes(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ..
 
 
 def _gathered_bytes(mesh: Any, x: Any, split: Sequence[str], over: Sequence[str]) -> int:
-    """Returns the bytes per device of ``x``, which the axes ``split`` split, after a gather over the axes ``over``."""
+    """Returns the bytes per device of ``x``, split over the axes ``split``, after a gather over the axes ``over``."""
     shards = math.prod(mesh.shape[axis] for axis in split if axis not in over)
     return math.prod(x.shape) * x.dtype.itemsize // shards
 

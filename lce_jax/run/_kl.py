@@ -1,4 +1,4 @@
-"""The capability of `lce_jax.linear_kl`, and one device's part of a call: its shard, its collectives, its gradients.
+"""The forward and the backward of `lce_jax.linear_kl`, and the part of a call that one device computes.
 
 Gradients flow to the student's head and not to the teacher's.
 """
@@ -40,7 +40,7 @@ NEUTRAL: dict[str, float | None] = {"logit_scale": 1.0, "logit_softcap": None}  
 
 @contextlib.contextmanager
 def _name_teacher() -> Iterator[None]:
-    """Inside, errors say that they are about the teacher's arguments."""
+    """Makes errors inside this context name the teacher's arguments."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -66,7 +66,7 @@ class KLArguments(NamedTuple):
         students = _options.parse_arguments(student, *arrays.student, None, where, function="linear_kl")
         for name, neutral in NEUTRAL.items():
             if isinstance(teacher[name], str) and teacher[name] == "unset":
-                # An array is refused without a look at its value, for which the host would wait.
+                # An array is refused whatever its value, because reading it would wait for the device.
                 if isinstance(student[name], jax.Array) or student[name] != neutral:
                     raise messages.student_only_error(name, student[name], neutral)
                 teacher[name] = neutral
@@ -133,8 +133,8 @@ def bind(arguments: KLArguments) -> Bound:
 def _split_options(options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns the options of the student's head and of the teacher's.
 
-    The teacher's default "same" stands for the student's value. Its scale and cap are "unset" by default, because these
-    belong to one model.
+    The teacher's default "same" stands for the student's value. But the default of the teacher's scale and cap is
+    "unset", because these belong to one model.
     """
     shared: Any = {"entropy": False, "implementation": "xla"}
     shared |= {name: options[name] for name in ("vocab_size", "precision", "axis_name") if name in options}
@@ -232,7 +232,7 @@ def device_forward(
 
 
 def _summarize_operands(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.ShardSummary | None:
-    """Returns a summary of both heads' operands, by which shards compare them, or None."""
+    """Returns a summary of both heads' operands, which the shards compare; None if there is nothing to compare."""
     start = _shard.find_first_column(call, primals.student.weight)
     flat = map(_shard.flatten_operands, call.heads, primals)
     one, other = (_shard.summarize_operands(*each, start) for each in zip(call.heads, flat, rows, strict=True))
@@ -264,7 +264,7 @@ class KLPart(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> KLPart:
-        """Makes the part of this device. ``first_column`` None: the device's place in the mesh says it."""
+        """Makes the part of this device. If ``first_column`` is None, it follows from the mesh position."""
         scales = Pair(*(_describe.compute_scales(x, call.result_dtype, signs_hidden=False) for x in rows))
         if first_column is None:
             first_column = _shard.find_first_column(call, primals.student.weight)
@@ -329,7 +329,7 @@ class KLPart(NamedTuple):
 
     @property
     def _row_scales(self) -> tuple[Any, Any]:
-        """The k of eq. 0 of both models, that of p first."""
+        """The factor k of eq. 0 for each model. The model of p comes first."""
         pairs = zip(self.call.heads, self.scales, strict=True)
         each = (_logprobs.compute_row_scale(head, x.inverse_temperature) for head, x in pairs)
         return Pair(*each).ordered(self.plan.student_first)
@@ -355,12 +355,12 @@ class KLPart(NamedTuple):
 
     @property
     def _has_kernels(self) -> bool:
-        """Whether kernels serve the call. They serve both passes or none, because both must compute the same bits."""
+        """Whether kernels serve the call. They serve both passes or neither, because these must compute equal bits."""
         return self.call.implementation == mosaic.NAME
 
 
 def _find_wrong_rows(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
-    """Returns the rows in which a temperature is wrong. They return NaN and have no gradient."""
+    """Returns the rows in which a temperature is wrong. Their results are NaN, and they have no gradient."""
     student, teacher = map(_describe.find_invalid_rows, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
@@ -388,7 +388,7 @@ def _make_shard(
 
 
 def _count_columns(call: Call, primals: Pair[Primals], first_column: Any) -> tuple[int, Int[Array, ""] | None]:
-    """Returns how many columns to walk over, and how many of them are no padding if only the device knows that."""
+    """Returns how many columns to compute; and how many of these are not padding, if only the device knows that."""
     sizes = (x.weight.shape[head.vocab_dim] for x, head in zip(primals, call.heads, strict=True))
     columns = min(sizes)
     rest = call.vocab_size - first_column

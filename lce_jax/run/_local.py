@@ -1,7 +1,8 @@
-"""What `lce_torch_bridge` compiles for one shard of a vocabulary. The bridge merges the shards over a process group.
+"""Functions that `lce_torch_bridge` compiles for one shard of a vocabulary.
 
-hidden is flat, [T, H], and per-token arrays are [T]. Except for the columns of the head, all arguments are equal on all
-shards. The bridge has validated them. No function here is differentiable. Two arguments say which columns a shard has:
+The bridge merges the shards over a process group. hidden is flat, [T, H], and per-token arrays are [T]. Except for the
+columns of the head, all arguments are equal on all shards. The bridge has validated them. No function here is
+differentiable. Two arguments say which columns a shard has:
 
     vocab_start   the global id of the shard's first column
     vocab_size    the size of the full vocabulary, or None if no shard has padding

@@ -1,4 +1,4 @@
-"""The capability of `lce_jax.linear_logits`: each shard computes one dot product for each id that it owns."""
+"""The forward and the backward of `lce_jax.linear_logits`. A shard computes a dot product for each id that it owns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Array, Array | None]:
-    """Returns the logits [..., K], and for the backward their derivatives with respect to the raw products."""
+    """Returns the logits [..., K]; and for the backward, their derivatives with respect to the raw products."""
 
     def run(call: Call, primals: Primals, rows: Rows) -> tuple[Array, Array | None]:
         z, slope = _forward(call, primals, rows)

@@ -1,4 +1,4 @@
-"""The capability of `lce_jax.linear_loss`: the loss of one token, traced, and a forward that computes the gradients.
+"""The forward and the backward of `lce_jax.linear_loss`. The forward computes the gradients, too.
 
 The loss of one token is traced once, and the traced arrays that it closes over become arguments. The forward saves the
 gradients for a cotangent of 1, and the backward multiplies these by the cotangent.
@@ -313,7 +313,7 @@ class _Chunks:
         if self.order is not None:
             count = -(-self.order.num_rows // self.size)
             if self.call.axis_name is not None and not _jax.tracks_varying(self.call.axis_name):
-                count = lax.pmax(count, self.call.axis_name)  # otherwise other shards would wait for ever
+                count = lax.pmax(count, self.call.axis_name)  # with unequal counts, a shard would wait for ever
 
         def steps() -> _Accumulated:
             empty = self._empty(lax.empty if self.writes else jnp.zeros)
@@ -388,10 +388,10 @@ class _Chunks:
         return losses, dresults, dper_token, dconstants
 
     def _add(self, chunk: TokenChunk, accumulated: Primals, gradients: Primals) -> Primals:
-        """Writes a chunk's dhidden to its rows, and adds the other gradients. dweight contains earlier chunks."""
+        """Writes a chunk's dhidden to its rows, and adds the other gradients. Its dweight includes earlier chunks."""
         dhidden = gradients.hidden
         if self.psum_axes:
-            # The collective starts after the kernels: see `_shard.reduce_gradients`.
+            # The collective starts after the kernels, which it would delay: see `_shard.reduce_gradients`.
             gradients = lax.optimization_barrier(gradients)
             dhidden = jax.tree.map(lambda x: lax.psum(x, self.psum_axes), gradients.hidden)
         dweight, *others = _jax.vary_over(gradients[1:], self.weight_axes)
@@ -465,8 +465,8 @@ def forward(
         pairs = zip(gradients.constants, loss.known, strict=True)
         gradients = gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
     gradients = gradients if call.mesh is None else _runner.match_shardings(gradients, inputs)
-    # An empty array stands for a gradient that is not requested. This keeps the structure of the residuals constant,
-    # which JAX may take from any trace, even one that differentiates other operands.
+    # An empty array stands for a gradient that is not requested. So the residuals always have the same structure.
+    # JAX may take it from any trace, even one that differentiates other operands.
     requested = (
         jnp.zeros((0,), x.dtype) if dx is None and x is not None else dx
         for dx, x in zip(gradients.primals, inputs.primals, strict=True)
@@ -509,14 +509,14 @@ _programs: dict[int, Any] = {}  # the jitted `_runner.compute` of each living lo
 
 def cache_program(loss_fn: Any) -> tuple[Any, Any]:
     """Returns `_runner.compute`, jitted once for the lifetime of ``loss_fn``, and a weak reference to ``loss_fn``."""
-    owner = getattr(loss_fn, "__func__", loss_fn)  # a bound method is a new object each time
+    owner = getattr(loss_fn, "__func__", loss_fn)  # each access to a bound method makes a new object
     program = _programs.get(id(owner))
     if program is not None:
         return program, weakref.proxy(loss_fn)
     program = jax.jit(functools.partial(_runner.compute), static_argnums=(0, 1))
     try:
         weakref.finalize(owner, _programs.pop, id(owner)).atexit = False
-    except TypeError:  # the object has no weak references: it is compiled in each call
+    except TypeError:  # without weak references to it, each call compiles anew
         return program, loss_fn
     _programs[id(owner)] = program
     return program, weakref.proxy(loss_fn)

@@ -49,7 +49,7 @@ def _search(jaxpr: Jaxpr, input_kinds: Sequence[str | None]) -> tuple[list[str |
                 continue
             inner_kinds, operation = _search(inner, inner_inputs)
             if operation is not None:
-                # The place is the outer equation's, because JAX keeps of an inner one only where it was first traced.
+                # Name the outer equation's place: for an inner equation, JAX keeps only the place of its first trace.
                 return [], _describe(operation.partition(" ")[0], equation)
             outputs = [new or old for old, new in zip(outputs, inner_kinds, strict=True)]
         kinds.update(zip(equation.outvars, outputs, strict=True))
@@ -62,7 +62,7 @@ def _describe(name: str, equation: Any) -> str:
 
 
 def _classify(equation: Any, output: Any, inputs: Sequence[str | None]) -> str:
-    """Returns the kind of an equation's output; at least one input depends on the token."""
+    """Returns the kind of an equation's output. At least one of the equation's inputs depends on the token."""
     made_flat = equation.primitive.name == "reshape" and equation.invars[0].aval.shape == ()
     return FLAT if getattr(output.aval, "shape", None) == (1,) and (made_flat or FLAT in inputs) else TOKEN
 
@@ -78,9 +78,9 @@ def _reduces_a_scalar(equation: Any, inputs: Sequence[str | None]) -> bool:
         return inputs[0] is FLAT
     if name == "dot_general":
         return all(inputs) and all(is_scalar)
-    if name == "slice":  # jnp.roll takes an empty slice of an array of one element
+    if name == "slice":  # jnp.roll takes an empty slice of a one-element array
         return inputs[0] is FLAT and 0 in equation.outvars[0].aval.shape
-    # jax.ops.segment_sum and similar functions add to zeros
+    # jax.ops.segment_sum and similar functions add to an array of zeros
     return name in ADDITIONS and inputs[0] is None and inputs[2] is not None and equation.invars[2].aval.size == 1
 
 

@@ -147,7 +147,7 @@ def run_over_devices(layout: Layout, call: Call, program: Program, *operands: An
     """Runs the program on every device of a layout.
 
     The program contains all collectives, so ``shard_map`` need not check types. Inside a ``shard_map`` over other axes,
-    the results are typed as varying over all axes over which an operand varies.
+    the types of the results vary over every axis over which an operand's type varies.
     """
     here = jax.sharding.get_abstract_mesh()
     layout = dataclasses.replace(layout, mesh=here) if here.manual_axes else layout
@@ -210,7 +210,7 @@ def name_dimensions(program: Program, operands: Any, results: Any) -> tuple[str,
 
 
 def partition(call: Call, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
-    """The rule for XLA's partitioner: returns one device's program for operands that XLA has split by ``specs``."""
+    """The rule for XLA's partitioner. Returns one device's program for operands that XLA has split by ``specs``."""
     layout = _make_layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
     in_specs, out_specs = _make_specs(layout, program)
     device = functools.partial(_run_on_device, layout, call, program)

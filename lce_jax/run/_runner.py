@@ -4,8 +4,9 @@ A `Capability` is the forward and the backward of a public function. Each of the
 `lce_jax.run._partitioning`, which says what one device computes. `run_program` decides how: on this device, under a
 ``shard_map``, or partitioned by XLA.
 
-All functions share one ``custom_vjp``. Its residuals are the operands and whatever the forward saves; if the forward
-computes the gradients, its residuals are these. Only first derivatives exist. A call without tokens runs no program.
+All functions share one ``custom_vjp``. Its residuals are the operands and whatever the forward saves. If the forward
+computes the gradients, these are the only residuals. Only first derivatives exist. A call without tokens runs no
+program.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _run_batch(call: Call, program: Program, size: int, in_batched: Any, operand
 
 
 def _run_batch_without_cache(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
-    """Runs a batch of calls that would cache only by default, without a cache, because each example would need its own.
+    """Runs a batch of calls without the cache that is their default, because each example would need its own cache.
 
     A program that returns a cache returns zeros in its place. The compiler removes these zeros, because in a batch no
     program reads the cache.

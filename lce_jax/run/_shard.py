@@ -78,7 +78,7 @@ type Gather = Callable[[Any], Any]  # a tree of arrays -> the tree with the arra
 
 
 class Part(NamedTuple):
-    """One device's part of a call: the device's columns, and all tokens, flat."""
+    """One device's part of a call: the columns of the device, and all tokens, in flat arrays."""
 
     call: Call
     primals: Primals  # hidden [T, H], as `cast_hidden` returns it
@@ -109,7 +109,7 @@ class Part(NamedTuple):
             rest = call.vocab_size - start
             num_columns = min(max(rest, 0), columns) if isinstance(rest, int) else jnp.clip(rest, 0, columns)
             if call.implementation == mosaic.NAME:
-                num_columns = jnp.asarray(num_columns, jnp.int32)  # not static: kernels serve every vocab_size
+                num_columns = jnp.asarray(num_columns, jnp.int32)  # not static: the same kernels serve every vocab_size
 
         targets = _describe.find_local_columns(rows.labels, start, columns)
         candidates = None if rows.candidates is None else _describe.find_local_columns(rows.candidates, start, columns)
@@ -403,7 +403,7 @@ def find_first_column(call: Call, weight: Array) -> Int[Array, ""] | int:
     return lax.axis_index(call.axis_name) * weight.shape[call.vocab_dim]
 
 
-# The capability of `lce_jax.linear_logprobs`
+# The forward and the backward of `lce_jax.linear_logprobs`
 
 
 def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Saved]:

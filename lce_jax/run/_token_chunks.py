@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Int
 
 CHUNK_BYTES_ON_CPU = 256 << 20  # the default of chunk_bytes on a CPU
-CHUNK_BYTES = 1400 << 20  # the default elsewhere: chunks of 4832 tokens at V 151936 on an H200
+CHUNK_BYTES = 1400 << 20  # the default elsewhere; at V = 151936 on an H200, a chunk then has 4832 tokens
 UNLIMITED = 1 << 62  # a value of cache_bytes that no chunk exceeds
-GRAIN = 128  # the rows of a chunk are a multiple of this: a row block of the kernels
+GRAIN = 128  # a chunk's number of rows is a multiple of this, the rows of a kernel's block
 
 
 def choose_chunk_rows(call: Call) -> int:
     """Returns the number of rows per chunk: the fastest that fits the budget.
 
     The products take the same time with any chunk size. But each chunk reads and writes the sum of dweight, and if the
-    last chunk is smaller, all chunks copy their rows. So the cost is the number of chunks, plus a quarter if they are
-    unequal.
+    last chunk is smaller, all chunks copy their rows. So the cost is the number of chunks; plus a quarter if the last
+    one is smaller.
 
     A single chunk needs no float32 sum for dweight. So all tokens form a single chunk if the exponentials beyond the
     budget take no more memory than the sum would take beyond dweight: this is faster and takes less memory. The rule
@@ -106,7 +106,7 @@ def refuse_forward_gradients(call: Call, reduction: str | None, options: Mapping
 
 
 def describe_chunk(call: Call, size: int, partial_rows: bool) -> Call:
-    """Returns the call of one chunk, which caches all exponentials, or none with a ``gradient_threshold``."""
+    """Returns the call of one chunk. It caches all exponentials; with a ``gradient_threshold``, it caches none."""
     cache_bytes = 0 if call.gradient_threshold else UNLIMITED
     return dataclasses.replace(call, num_tokens=size, partial_rows=partial_rows, cache_bytes=cache_bytes)
 
@@ -148,11 +148,11 @@ class TokenChunk(NamedTuple):
     first: Any  # the chunk's first row, in the order in which chunks take rows
     source: Int[Array, "t"] | None  # which rows of the call the chunk reads; None: the rows from ``first`` on
     target: Int[Array, "t"] | None  # which rows of the call the chunk writes; out of range for masked rows
-    num_rows: Int[Array, ""] | None  # how many of the chunk's rows are unmasked, which come first; None: all
+    num_rows: Int[Array, ""] | None  # how many of the chunk's rows, the first ones, are unmasked; None: all
 
     @classmethod
     def make(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> TokenChunk:
-        """Makes the chunk of ``size`` rows from ``first`` on, of all ``tokens`` or the unmasked rows of ``order``."""
+        """Makes the chunk of ``size`` rows from ``first`` on, counted among ``tokens`` or ``order``'s unmasked rows."""
         if order is None and tokens % size == 0:
             return cls(first, None, None, None)
         total = jnp.int32(tokens) if order is None else order.num_rows

@@ -4,8 +4,8 @@
     backward   prepare ─ coefficients ─ (dlogits ─ dhidden ─ dweight) …
 
 That caller is the host (`lce_jax.mosaic._host.Host`). `forward` and `backward` tell the host which kernels to launch on
-which of its arrays. The host may launch at once, or record the launches and repeat them in each call. It gets the
-kernels from `traced` and `compiled`, without a JAX client on the GPU.
+which of its arrays. The host may launch at once, or record the launches and repeat them in each call. It makes the
+kernels with `traced` and `compiled`, without a JAX client on the GPU.
 
 The forward saves one flat array, in which each field has ``stride`` values: the label (int32), the temperature and the
 floor (if there are any), the candidates' ids (int32), the merged statistics, and the candidates' x.
@@ -67,7 +67,7 @@ __all__ = [
 
 THREADS = 128  # the smallest number of rows of a per-token array
 
-PER_CANDIDATE = "candidate_logprobs"  # names the result [R, K], and its cotangent
+PER_CANDIDATE = "candidate_logprobs"  # the name of the result [R, K], and of its cotangent
 
 type Buffer = Any  # an array of the host: it has a shape, a dtype and `view(shape, dtype)`
 
@@ -83,7 +83,7 @@ class LaunchedCall:
 
     Attributes:
         call: describes the caller's arrays.
-        rows: the rows of the kernels' arrays: a multiple of 128, and at least the number of tokens.
+        rows: R, the number of rows of the kernels' arrays: a multiple of 128, and at least the number of tokens.
         start: the global id of the weight's first row.
         has_temperature: whether each token has a temperature.
         megatron: whether the logprob of an out-of-vocabulary label is -ln Σ e^u instead of 0.
@@ -102,7 +102,7 @@ class LaunchedCall:
 
     @property
     def generation(self) -> Generation:
-        """The GPU generation of the device; the first one if no kernels serve the device, and `refusal` says why."""
+        """The GPU generation of the device; the first generation if no kernels serve the device (see `refusal`)."""
         return _generations.serving(self.call.device) or _generations.GENERATIONS[0]
 
     @functools.cached_property
@@ -117,7 +117,7 @@ class LaunchedCall:
 
     @property
     def copies_hidden(self) -> bool:
-        """Whether hidden is copied first: kernels read complete tiles of rows, in the weight's dtype."""
+        """Whether hidden is copied first, because kernels read complete tiles of rows, in the weight's dtype."""
         tiling, tokens = self.generation.tiling, self.call.num_tokens
         has_rows = tokens % (tiling.row_block * tiling.most_clustered) == 0 or tokens == self.rows
         return not has_rows or self.call.hidden_dtype != self.call.dtype
@@ -330,7 +330,7 @@ def backward(
         adds_total: whether dweight is added to ``total``. False: ``total`` is uninitialized, and dweight overwrites it;
             not with a ``gradient_threshold``.
     """
-    # In the backward, tiles ignore the parts of the vocabulary.
+    # In the backward, a tile may cross the end of a vocabulary part.
     launched = dataclasses.replace(launched, call=launched.call.replace(vocab_part_size=None))
     run, call, seeds = HostPass(launched, host), launched.compiled, dict(seeds)
     temperatures = saved if launched.has_temperature else None

@@ -1,4 +1,4 @@
-"""The passes of `lce_jax.linear_kl` as kernels, for a host with memory and a stream of its own, like `kernels`.
+"""The passes of `lce_jax.linear_kl` as kernel launches, for a host: a caller with its own memory and stream.
 
     forward    row scales ─ statistics ─ join ─ (exchange between shards) ─ join ─ save
                for a mixture also          sums ─ join ─ (exchange) ─ join ─ save
@@ -38,7 +38,8 @@ from lce_jax.xla._kl import KLPlan
 
 __all__ = ["Forward", "Heads", "LaunchedKL", "Pair", "backward", "forward", "refusal"]
 
-type Exchange = Callable[[Buffer, Buffer | None], Buffer]  # (a shard's groups, what is saved if they have tags) -> all
+# (the tile groups of a shard, the saved array or None if the groups have no tags) -> the tile groups of all shards
+type Exchange = Callable[[Buffer, Buffer | None], Buffer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,12 @@ class LaunchedKL:
 
     @property
     def rows(self) -> KLRows:
-        """The static part of the kernels on a few numbers per token."""
+        """The static part of the kernels that compute a few numbers per token."""
         return KLRows(self.plan, Pair(*(head.has_temperature for head in self.heads)), self.beta)
 
 
 def refusal(launched: LaunchedKL) -> str | None:
-    """Says why no kernels serve the call; None if kernels do."""
+    """Returns why no kernels serve the call; None if kernels serve it."""
     student, teacher = launched.heads
     reason = kernels.refusal(student)
     if reason is not None:
@@ -98,7 +99,7 @@ class Forward(NamedTuple):
 
 
 def _kernel_call(launched: LaunchedKL, host: Host, heads: Heads, row_scales: Pair[Buffer]) -> KernelCall:
-    """Returns the call as the host code of `lce_jax.mosaic` takes it."""
+    """Returns the `KernelCall`, from which `lce_jax.mosaic` launches kernels."""
     calls = []
     for head, hidden, weight, row_scale in zip(launched.heads, *heads, row_scales, strict=True):
         run, without_labels = HostPass(head, host), None
@@ -122,7 +123,7 @@ def forward(
         launched: the call.
         host: launches the kernels.
         heads: hidden ``[R, H]`` and weight ``[V, H]`` of both heads.
-        temperatures: ``[R]`` each, those that the call has, the student's first.
+        temperatures: the temperatures that the call has, ``[R]`` each, the student's first.
         keep_cache: whether tiles are cached, as many as ``cache_bytes`` hold.
         exchange: gathers the groups of all shards. None: the vocabulary is not split.
     """
@@ -166,7 +167,7 @@ def backward(
         heads: hidden and weight of both heads.
         saved: the flat array that the forward saved.
         seed: ``[R]``, the cotangent of the divergence.
-        cached: as in `Forward`; empty if the forward cached nothing.
+        cached: `Forward.cached`; empty if the forward cached nothing.
         dhidden_dtype: the dtype of dhidden.
         owns_cache: whether the cache's memory may be overwritten.
         total: a float32 sum to which dweight is added. None: dweight is in the weight's dtype.

@@ -48,7 +48,7 @@ def list_axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:
 def find_platform(device: Any) -> str:
     """Returns the platform of a mesh's ``AbstractDevice``.
 
-    Before JAX 0.11 an ``AbstractDevice`` has no field for the platform. Then the name of its kind decides.
+    Before JAX 0.11 an ``AbstractDevice`` has no field for the platform. Then the name of the device's kind decides.
     """
     platform = getattr(device, "platform", None)
     if platform is not None:
@@ -140,7 +140,7 @@ def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """Sums a gradient over the axes that its type varies over, except ``axes``, which its operand varies over."""
+    """Sums a gradient over the axes over which its type varies, except ``axes``, over which the operand varies too."""
     extra = tuple(sorted(varying_axes(x) - axes, key=str))
     return lax.psum(x, extra) if extra else x
 
@@ -151,12 +151,12 @@ def primal_arrays(primals: Any) -> Any:
 
 
 def cotangent_arrays(tree: Any) -> Any:
-    """Returns the cotangents that a ``custom_vjp`` with ``symbolic_zeros`` receives, its zeros replaced by arrays."""
+    """Returns the cotangents that a ``custom_vjp`` with ``symbolic_zeros`` receives. Symbolic zeros become arrays."""
     return jax.tree.map(lambda x: ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x, tree)
 
 
 def example_type(size: int, batched: bool, x: Any) -> Any:
-    """Returns the type of one example of ``x``. If ``x`` is batched, its first dimension counts ``size`` examples."""
+    """Returns the type of one example of ``x``. If ``x`` is batched, its first dimension has ``size`` examples."""
     return mapped_aval(size, 0, jax.typeof(x)) if batched else jax.typeof(x)
 
 

@@ -203,8 +203,8 @@ class RequestedGradients:
 class RowCoefficients(NamedTuple):
     """Each token's coefficients of dlogits = uniform + e^u·(constant + slope·u), with u = (x - max)·k (eq. 4).
 
-    In the label's column, ``target`` replaces e^u·(constant + slope·u). Each candidate's column also gets its value of
-    ``candidates``. Both include the derivative of the softcap.
+    In the label's column, ``target`` replaces e^u·(constant + slope·u). In each candidate's column, its value in
+    ``candidates`` is added. Both arrays include the derivative of the softcap.
     """
 
     max: Float[Array, "T"]  # the largest x of the whole vocabulary
@@ -253,7 +253,7 @@ class Call:
     stats: bool = False
     weight_layout: str = "vh"
     cache_bytes: int | None = 0  # the caller's option; `cache_budget` says what None means
-    chunk_bytes: int | None = None  # for a chunk's exponentials in `linear_loss`; None: the default of the device
+    chunk_bytes: int | None = None  # of a chunk's exponentials in `linear_loss`; None: the default of the device
     precision: Any = None
     mean_logit: bool = False  # whether the mean logit is computed, which label smoothing needs
     has_bias: bool = False
@@ -263,7 +263,7 @@ class Call:
     rank: int = 0
     num_candidates: int = 0  # K; 0: the call has no candidates
     traced_scale: bool = False  # whether scale or cap is an array; then `Rows` has both, and the fields above are 1
-    gradient_threshold: float = 0.0  # gradients leave out tiles in which all probabilities are below it
+    gradient_threshold: float = 0.0  # gradients leave out tiles in which all probabilities are below this
     vocab_part_size: int | None = None  # columns per part of the vocabulary; each part begins a new tile
     has_floor: bool = False
     top_k: int = 0  # k of `linear_topk`; 0 in every other function
@@ -278,13 +278,13 @@ class Call:
     padded: bool = False  # whether all shards together have more columns than ``vocab_size``
     axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program
     gather_dim: int | None = None  # the dimension of hidden that is split over ``axis_name`` too
-    shards: int = 1  # shards of the vocabulary, if `explain` knows the number
-    # The mesh axes that split the tokens, in a program of `_runner._over_devices`. In such a program types do not show
-    # what to sum, so the program itself sums over these axes, and the cotangents that it receives are complete sums.
-    # None: the types of ``shard_map`` show what to sum.
+    shards: int = 1  # the number of vocabulary shards, if `explain` knows it
+    # The mesh axes that split the tokens, in a program that `run_over_devices` runs. There, types do not show what to
+    # sum, so the program itself sums over these axes, and the cotangents that it receives are complete sums. None: the
+    # types of ``shard_map`` show what to sum.
     token_axes: tuple[str, ...] | None = None
-    # How the global operands are split when `_runner._over_devices` gets them: a `Layout`, or the mesh of the operands'
-    # types, which is empty if the types name none. None: the operands are on one device.
+    # How the global operands of `run_over_devices` are split: a `Layout`, or the mesh of the operands' types, which is
+    # empty if the types name none. None: the operands are on one device.
     mesh: Any = None
 
     @property
@@ -295,7 +295,7 @@ class Call:
     def replace(self, **fields: Any) -> Call:
         """Returns a copy with new ``fields``, which are also set in the teacher's call.
 
-        It takes a tenth of the time of `dataclasses.replace`, which does not change the teacher's call.
+        `dataclasses.replace` takes ten times as long, and does not change the teacher's call.
         """
         other = object.__new__(Call)
         vars(other).update(vars(self) | {"teacher": self.teacher and self.teacher.replace(**fields)} | fields)
@@ -330,7 +330,7 @@ class Call:
     def cache_budget(self) -> int:
         """How many bytes of the forward's tiles may be cached for the backward.
 
-        By default `defaults.CACHE_BYTES` on a GPU (0 with a threshold or vocabulary parts), and 0 elsewhere.
+        The default is `defaults.CACHE_BYTES` on a GPU (0 with a threshold or vocabulary parts), and 0 elsewhere.
         """
         if self.cache_bytes is not None:
             return self.cache_bytes

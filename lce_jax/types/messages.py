@@ -125,7 +125,7 @@ def hint_at_logits(hidden: Sequence[int], weight: Sequence[int], vocab_size: int
 
 
 def student_only_error(name: str, value: Any, neutral: float | None) -> ValueError:
-    """Returns the error for a scale or cap of the student if the caller does not give the teacher's."""
+    """Returns the error for a student's scale or cap that the caller passes without the teacher's."""
     advice = f'write teacher_{name}="same", or the teacher\'s value; teacher_{name}={neutral} if it has none'
     return ValueError(f"{name}={value} is only the student's, because each model has its own: {advice}")
 

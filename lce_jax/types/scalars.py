@@ -50,12 +50,12 @@ MOST_CANDIDATES = 512  # the largest number of ids per token
 DIRECTIONS = ("forward", "reverse", "jsd", "tv")  # directions of `linear_kl`
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # divergences of `distillation_loss`
 RESTS = ("bin", "drop", "renormalize")  # how a distillation treats the probability outside the candidates
-MOST_MASS = 1.01  # a bound of rounded sums of probabilities, even with bfloat16 log-probabilities
-ATOM = 8  # columns of the vocabulary in the smallest block that kernels copy
+MOST_MASS = 1.01  # no rounded sum of probabilities exceeds this, even with bfloat16 log-probabilities
+ATOM = 8  # the number of vocabulary columns in the smallest block that kernels copy
 
 
 def padded_rank(rank: int) -> int:
-    """Returns the rank of an adapter rounded up to a multiple of 64, a swizzle atom of the kernels."""
+    """Returns an adapter's rank, rounded up to a multiple of 64, which is a swizzle atom of the kernels."""
     return -(-rank // 64) * 64
 
 
@@ -142,7 +142,7 @@ def integer(name: str, value: Any) -> int:
 def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> float | None:
     """Returns the teacher's weight in a mixture: the β of a generalised JSD (default 0.5), and 0.5 for "tv".
 
-    It is None if ``chosen`` is another divergence. ``ends`` names the divergences that β = 0 and β = 1 would be.
+    Returns None if ``chosen`` is another divergence. ``ends`` names the divergences that β = 0 and β = 1 would be.
     """
     if chosen != "jsd":
         if beta is not None:

@@ -74,7 +74,7 @@ def sum_rows(
 def _check_segments(
     library: Library, x: Any, segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, padding_segment: Any
 ) -> tuple[Any, Any, Any]:
-    """Checks what says where the sequences end. Returns the ids, and the offsets of true and of padded lengths."""
+    """Checks the arguments that tell where sequences end. Returns the ids, and offsets of true and padded lengths."""
     length = library.count_rows(x, -1)
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError("segment_ids and cu_seqlens both say where sequences end: give only one of them")
@@ -151,7 +151,7 @@ def _lengths(offsets: Sequence[int]) -> list[int]:
 
 
 def _check_fill(value: Any, bools: bool, integers: Any) -> tuple[Any, Any]:
-    """Checks the fill for rows without a source. Returns it, and what all rows get if traced offsets are invalid."""
+    """Checks the fill of rows without a source. Returns it, and the fill of all rows if traced offsets are invalid."""
     if bools:
         return scalars.flag("fill", value), False
     if integers is None:
@@ -166,7 +166,7 @@ def shift_array(
     xp: Any, arange: Any, x: Any, segment_ids: Any, ends: Any, begins: Any, fill: Any,
     *, invalid: bool | int | float, by: int, padding_segment: int | None,
 ) -> Any:  # fmt: skip
-    """Shifts ``x`` ``[..., L]`` by ``by`` rows, not 0, within each sequence; rows without a source get ``fill``.
+    """Shifts ``x`` ``[..., L]`` by ``by`` rows (never 0) within each sequence. Rows without a source get ``fill``.
 
     ``ends`` ``[n + 1]`` are the cumulative lengths of the sequences, and ``begins`` ``[n + 1]`` is where each sequence
     begins. If the offsets are invalid, all rows get ``invalid``.
@@ -188,7 +188,7 @@ def sum_array(
     xp: Any, arange: Any, x: Any, segment_ids: Any, ends: Any, begins: Any, where: Any,
     *, sum_terms: Any, is_mean: bool, padding_segment: int | None,
 ) -> Any:  # fmt: skip
-    """Returns at each row of ``x`` ``[..., L]`` the sum, or the mean, over its segment's rows in ``where``.
+    """Returns for each row of ``x`` ``[..., L]`` the sum, or the mean, over its segment's rows that ``where`` selects.
 
     ``sum_terms`` is the library's differentiable `sum_segments`. If the offsets are invalid, all rows are NaN.
     """
@@ -204,11 +204,11 @@ def sum_array(
 
 
 def sum_segments(xp: Any, arange: Any, take: Any, repeat: Any, terms: Any, ids: Any) -> Any:
-    """Returns at each row of ``terms`` ``[n, ..., L]`` the sums over all rows with the same id in ``ids`` ``[..., L]``.
+    """Returns for each row of ``terms`` ``[n, ..., L]`` the sums over all rows with equal ids in ``ids`` ``[..., L]``.
 
     The rows are sorted by id. In steps of 1, 2, 4 … rows the last row of each segment collects the sum; then the other
-    rows copy it. So the order of the additions is fixed, and all rows of a segment have the same bits. The sums' matrix
-    is symmetric: the gradient of the terms is this function of the gradient of the sums.
+    rows copy it. So the order of the additions is fixed, and all rows of a segment have the same bits. The sums are a
+    symmetric matrix times the terms, so this function of the sums' gradient is the gradient of the terms.
 
     ``take`` is the library's `take_along_axis`, and ``repeat(n, body, x)`` applies ``body(i, x)`` for each i below n.
     """
@@ -233,8 +233,9 @@ def sum_segments(xp: Any, arange: Any, take: Any, repeat: Any, terms: Any, ids: 
 def _find_segments(
     xp: Any, row: Any, segment_ids: Any, ends: Any, begins: Any, padding_segment: int | None
 ) -> tuple[Any, Any, Any]:
-    """Returns each row's segment, whether the row lies in one, and whether the offsets are valid; None: all equal.
+    """Returns each row's segment, whether the row lies in one, and whether the offsets are valid.
 
+    None in place of these means: there is one segment; every row lies in one; there are no offsets.
     ``row`` numbers the rows. `shift_array` documents the other arguments.
     """
     if segment_ids is not None:
@@ -247,7 +248,7 @@ def _find_segments(
 
 
 def _follow_steps(xp: Any, follows: Any, steps: int) -> Any:
-    """Whether the tokens at i and i + steps belong to the same sequence. No step leads from the end to the start."""
+    """Whether the tokens at i and i + steps belong to the same sequence. Steps do not wrap around."""
     if steps == 1:
         return follows
     half = _follow_steps(xp, follows, steps // 2)
@@ -271,7 +272,7 @@ def _find_sequence(xp: Any, row: Any, begins: Any) -> Any:
 def compute_positions(
     xp: Any, arange: Any, begins: Any, rank: Any, *, length: int, cp_size: int, chunks: int, inverse: bool = False
 ) -> Any:
-    """Returns the positions among all L tokens of the rows of ``rank``, or of all ranks in order if ``rank`` is None.
+    """Returns the positions of ``rank``'s rows among all L tokens. With ``rank`` None, all ranks follow in order.
 
     ``inverse`` inverts the permutation of all ranks. If the offsets ``begins`` or the rank are invalid, each position
     is ``length``, which is out of range.

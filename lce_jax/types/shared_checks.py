@@ -31,7 +31,7 @@ __all__ = [
 
 
 def check_labels_shape(labels: Sequence[int], leading: Sequence[int]) -> None:
-    """Refuses labels whose shape is not that of the hidden states before H. The message suggests a fix if it can."""
+    """Refuses labels whose shape is not the hidden states' shape without H. The message suggests a fix if it can."""
     labels, leading = tuple(labels), tuple(leading)
     if labels == leading:
         return
@@ -64,7 +64,7 @@ def all_in_vocabulary(labels: Any, vocab_size: int) -> bool:
 
 
 def warn_outside(labels: Any, vocab_size: int, *packages: str, is_cross_entropy: bool) -> None:
-    """Warns if ``labels``, without those of masked rows, lie outside the vocabulary.
+    """Warns of labels outside the vocabulary. ``labels`` has no labels of masked rows.
 
     For a cross entropy, one such label is enough; other functions warn only if all labels lie outside. Labels of
     `IGNORED` do not count, because a micro-batch may consist of padding. ``packages`` are the folders of other packages

@@ -5,7 +5,7 @@ statistics of both (eqs. 1 and 6), and merges these (eqs. 2 and 7). A mixture of
 (eq. 9 or 11). The backward recomputes both products, turns them into the gradients in the student's logits (eqs. 8 and
 10), and computes the student's two gradient products.
 With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles (`mathematics._kl.CachedRatios`).
-`xla._walk` has the loops; a shard's first model is the student.
+The loops are in `xla._walk`. The first model of a shard is the student.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class KLPlan:
 
     calls: Pair[Call]
     direction: Direction
-    columns: int  # that the walk covers
+    columns: int  # the number of columns that the loop covers
 
     @property
     def student_first(self) -> bool:
-        """Whether p is the student's in eqs. 6 to 11."""
+        """Whether p in eqs. 6 to 11 is the student's distribution."""
         return self.direction != "forward"
 
     @property
     def contrast(self) -> Contrast | None:
-        """What the second pass computes; None: there is none."""
+        """What the second pass computes; None: there is no second pass."""
         return _kl.CONTRASTS.get(self.direction)
 
     @property
@@ -73,8 +73,8 @@ class KLPlan:
     def tiles(self) -> tuple[int, int]:
         """The tokens and columns of a tile: half of the columns of a tile of one head, and a quarter on a GPU.
 
-        At (4096, 4096, 151936) on an H200 a forward and backward take 55 ms and 224 MiB with 4096 columns, 57 ms and
-        512 MiB with 8192, 54 ms and 960 MiB with 16384.
+        At (T, H, V) = (4096, 4096, 151936) on an H200, a forward and backward take 55 ms and 224 MiB with 4096 columns
+        per tile; 57 ms and 512 MiB with 8192; 54 ms and 960 MiB with 16384.
         """
         student, teacher = self.calls
         size = max(student.hidden_size, teacher.hidden_size)
@@ -84,23 +84,23 @@ class KLPlan:
 
     @property
     def walk(self) -> Walk:
-        """The walk over the tiles of both models."""
+        """The loop over the tiles of both models."""
         return Walk(self.calls, self.columns, *self.tiles)
 
     @property
     def cached_columns(self) -> int:
-        """The columns of the first tiles, which ``cache_bytes`` hold and the backward does not recompute."""
+        """How many columns ``cache_bytes`` hold: those of the first tiles, which the backward does not recompute."""
         return _walk.count_cached_columns(self.calls.student, self.columns, self.tiles[1], self.cache_dtypes)
 
     @property
     def cached_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
-        """Of a `CachedRatios`."""
+        """The dtypes of the two arrays of a `CachedRatios`."""
         student = self.calls.student
         return _kl.choose_dtypes(_walk.gradient_dtype(student), self.direction, student.logit_softcap is not None)
 
     @property
     def cached_item_bytes(self) -> int:
-        """The cached bytes of a token and column."""
+        """The number of cached bytes per token and column."""
         return sum(dtype.itemsize for dtype in self.cached_dtypes)
 
     @property
@@ -114,7 +114,7 @@ def make_plan(kl: KLPlan) -> Plan:
     student, teacher = kl.calls
     tile_t, tile_v = kl.tiles
     columns, cached, sizes = min(student.columns, teacher.columns), kl.cached_columns, (tile_v, kl.cache_dtypes)
-    has_padding = student.vocab_size != student.columns  # or may have
+    has_padding = student.vocab_size != student.columns  # whether columns may be padding
     in_place = _walk.can_overwrite_cache(student, cached, tile_t, has_padding, adds_dweight=False)
     tile_bytes = _walk.cached_tile_bytes(student, *sizes)
     student_bytes, teacher_bytes = (
@@ -167,7 +167,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     """Computes the sums of eq. 9 or 11 over the shard, [T] each."""
     contrast = plan.contrast
     assert contrast is not None
-    # Without the barrier, XLA may keep a tile of the first pass to share it with this one.
+    # Without the barrier, XLA may keep a tile of the first pass to share it with this pass.
     shard = lax.optimization_barrier(shard._replace(rows=rows))
 
     def empty(num_tokens: int) -> tuple[MixtureSums, MixtureSums]:
@@ -185,7 +185,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
 def gradients(
     plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: TileCache | None = None
 ) -> Primals:
-    """Computes the student's gradients (eqs. 5, and 8 or 10): dhidden only this shard's part of the sum.
+    """Computes the student's gradients (eqs. 5, and 8 or 10). dhidden is only this shard's part of the sum.
 
     dweight is in the weight's dtype, and the others are in the student's statistics' dtype.
     """
@@ -228,10 +228,10 @@ def _cached_ratios(plan: KLPlan, tile: LogitTile, cache: TileCache) -> RatiosAnd
 
 
 def _unscaled_logits(plan: KLPlan, tile: LogitTile) -> Pair[Float[Array, "t v"]]:
-    """Computes the x of eq. 0 of both models, with equal bits in every pass.
+    """Computes the x of eq. 0 for each model, with equal bits in every pass.
 
     At small temperatures the last bit matters. Without the barriers, XLA may move a factor into the product, or round
-    the softcap of two uses differently.
+    the softcap differently in two places.
     """
     unscaled = []
     for call, tokens, raw in zip(plan.calls, tile.tokens, tile.products(), strict=True):
@@ -241,7 +241,7 @@ def _unscaled_logits(plan: KLPlan, tile: LogitTile) -> Pair[Float[Array, "t v"]]
 
 
 def _row_scales(plan: KLPlan, tokens: tuple[HeadTokens, ...]) -> tuple[Any, Any]:
-    """Returns the k of eq. 0 of both models, that of p first."""
+    """Returns the factor k of eq. 0 for each model. The model of p comes first."""
     pairs = zip(plan.calls, tokens, strict=True)
     scales = Pair(*(_logprobs.compute_row_scale(call, x.inverse_temperature) for call, x in pairs))
     return scales.ordered(plan.student_first)

@@ -1,4 +1,4 @@
-"""Logits of a few columns per token, each a dot product with one row of the weight, without a pass over the vocabulary.
+"""Computes a few logits per token, each a dot product with a row of the weight, without a pass over the vocabulary.
 
 Each chunk of tokens in turn gathers its rows of the weight. On a GPU, XLA fuses the gather, the product and the sum. On
 other devices, the chunk size limits the memory of the gathered rows.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
 GATHERED_BYTES = 32 << 20  # the bytes of the weight rows that a chunk gathers
-BLOCK_PAIRS = 128  # the pairs whose sums one matrix product computes
+BLOCK_PAIRS = 128  # the number of (token, column) pairs whose sums one matrix product computes
 # Where XLA fuses the gather, no rows are stored, and this only limits the work of one launch. At (4096, 4096, 151936)
 # on an H200, 64 candidates make a forward longer by a factor of 1.140 with 32 MiB, 1.073 with 128 MiB, 1.055 with 512
 # MiB, and 1.053 with a single chunk.
@@ -178,7 +178,7 @@ def compute_dweight(
     the next block or chunk, its sum is carried on. Each finished sum is written once.
     """
     num_columns = weight.shape[call.vocab_dim]
-    terms, columns = _jax.vary_like((terms, columns), (terms, hidden, columns, weight))  # varying like the carry
+    terms, columns = _jax.vary_like((terms, columns), (terms, hidden, columns, weight))  # as the carry does
     shape = choose_blocks(terms.size, hidden.shape[1], terms.dtype.itemsize)
     pairs = sort_pairs(terms, columns, num_columns, shape.size)
 
@@ -203,7 +203,7 @@ class Blocks(NamedTuple):
     """How a chunk of pairs is divided into blocks."""
 
     number: int
-    pairs: int  # per block
+    pairs: int  # the number of pairs per block
 
     @property
     def size(self) -> int:

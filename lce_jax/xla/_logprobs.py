@@ -124,7 +124,7 @@ def _logits(call: Call, tile: LogitTile) -> tuple[Float[Array, "t v"], Float[Arr
 
 
 def _make_walk(operands: Operands, call: Call, coefficients: RowCoefficients | None = None) -> tuple[Walk, Shard]:
-    """Returns the loop over all columns, or over the unpadded columns if their count is static; and its arrays."""
+    """Returns the loop over all columns, or over the unpadded ones if their count is static; and the loop's arrays."""
     x, columns, padded_from = operands, call.columns, operands.num_columns
     if isinstance(padded_from, int):
         columns, padded_from = padded_from, None

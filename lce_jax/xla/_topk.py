@@ -55,7 +55,7 @@ def plan(call: Call, name: str) -> Plan:
 def find_largest(operands: Operands, call: Call) -> Largest:
     """Returns each token's k largest raw products over the shard's columns, or all if there are fewer than k.
 
-    The selection is before scale and softcap, which cannot change the order, but may round two logits to the same
+    The selection comes before scale and softcap. These cannot change the order, but may round two logits to the same
     value.
     """
 
@@ -116,7 +116,7 @@ def _sumexp(raw: Float[Array, "t V"], largest: Largest, operands: Operands, call
     x = x if call.logit_softcap is None else _apply_softcap(x, call, operands.raw_scale)
     selected, least = exponentials(largest.products, largest.x), jnp.min(largest.products, axis=1, keepdims=True)
     least_exponential = jnp.min(selected, axis=1, keepdims=True)  # other columns may have this value too
-    others = jnp.where(raw == least, least_exponential, exponentials(raw, x))  # for NaN too
+    others = jnp.where(raw == least, least_exponential, exponentials(raw, x))  # NaN stays NaN
     others = jnp.where(raw > least, 0.0, others)
     return jnp.sum(others, axis=1) + jnp.sum(jnp.where(largest.products > least, selected, 0.0), axis=1)
 

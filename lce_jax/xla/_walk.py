@@ -67,7 +67,7 @@ def map_chunks[R](function: Callable[[Any], R], per_token: Any, size: int, num_r
 def map_chunks_with_cache[R, K](
     function: Callable[[Any, Any, K], tuple[R, K]], per_token: Any, size: int, num_rows: Any, like: Any, cache: K
 ) -> tuple[R, K]:
-    """Like `map_chunks`, with ``function(per_token, first, cache)``, which returns its result and the updated cache.
+    """Runs `map_chunks` with a cache. ``function(per_token, first, cache)`` returns its result and the updated cache.
 
     ``first`` is the chunk's first token.
     """
@@ -88,7 +88,7 @@ def map_chunks_with_cache[R, K](
 def loop_over_columns[C](columns: int, tile_v: int, cached: int, body: Callable[[Any, int, bool, C], C], carry: C) -> C:
     """Runs ``carry = body(start, size, is_cached, carry)`` over the vocabulary: first a remainder, then full tiles.
 
-    In this order the loop over full tiles depends on the remainder. In the other order, XLA could compute the remainder
+    The remainder comes first, so that the loop over full tiles depends on it. Otherwise XLA could compute the remainder
     early and keep its tile in memory. The tiles of the first ``cached`` columns are cached.
     """
     num_tiles, rest = divmod(columns, tile_v)
@@ -105,7 +105,7 @@ class HeadTokens(NamedTuple):
     """The per-token operands of one model, for some tokens."""
 
     hidden: Float[Array, "t H"]  # in the weight's dtype
-    inverse_temperature: Float[Array, "t"] | None  # as in `Operands`
+    inverse_temperature: Float[Array, "t"] | None  # 1 / temperature, times a traced scale or cap; None: 1
     raw_scale: Float[Array, "t"] | None
 
 
@@ -155,7 +155,7 @@ class LogitTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """A loop over tiles of logits: its sizes, which are static."""
+    """A loop over tiles of logits. The fields are its static sizes."""
 
     calls: tuple[Call, ...]  # one for each model; only the first has gradients
     columns: int  # the number of columns that the loop covers
@@ -173,7 +173,7 @@ class Walk:
     def fold_with_cache[C, K](
         self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, LogitTile, K], tuple[C, K]], cache: K
     ) -> tuple[C, K]:
-        """Like `fold`, with ``add(carry, tile, cache)``, which returns the carry and the updated cache."""
+        """Runs `fold` with a cache. ``add(carry, tile, cache)`` returns the carry and the updated cache."""
         cache = _jax.vary_like(cache, shard)
 
         def fold_chunk(per_token: Any, first: Any, cache: K) -> tuple[C, K]:
@@ -350,7 +350,7 @@ class CacheDtypes(NamedTuple):
 
     @classmethod
     def make(cls, call: Call) -> CacheDtypes:
-        """Returns the dtypes for one head, which caches exponentials, and the largest x of each tile."""
+        """Returns the dtypes of what one head caches: exponentials, and the largest x of each tile."""
         return cls((gradient_dtype(call),), (call.stat_dtype,))
 
 
@@ -384,9 +384,9 @@ def cached_tile_bytes(call: Call, columns: int, dtypes: CacheDtypes | None = Non
 def can_overwrite_cache(call: Call, cached: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
     """Whether all dlogits can overwrite the cached exponentials, so that each gradient is a single product.
 
-    They cannot in these cases: the single product would copy the full weight, to exclude padding or to cast it to
-    float32 on a CPU; dweight is added to a sum on a CPU (a GPU adds inside the product); chunks of tokens overlap,
-    because the second chunk would read dlogits in place of exponentials.
+    They cannot if the single product would copy the full weight, to exclude padding or to cast it to float32 on a CPU.
+    On a CPU, they also cannot if dweight is added to a sum; a GPU adds inside the product. If chunks of tokens overlap,
+    they cannot, because the second chunk would read dlogits in place of exponentials.
     """
     widens, on_cpu = gradient_dtype(call) != call.dtype, call.device.platform == "cpu"
     every_column = cached == call.columns and not has_padding
@@ -521,7 +521,7 @@ def gradient_product_bytes(call: Call, tile_t: int, width: int) -> int:
 
 
 def copied_bytes(call: Call) -> int:
-    """Returns the bytes of copies of hidden: one if it is gathered, cast, negated or reordered, one for an adapter."""
+    """Returns the bytes of hidden's copies: one if it is gathered, cast, negated or reordered; one for an adapter."""
     is_copied = call.partial_rows or call.gather_dim is not None or call.hidden_dtype != call.dtype or call.signs_hidden
     adapter = call.hidden_dtype.itemsize if call.rank else 0  # a further copy, of hidden and u
     return call.num_tokens * (call.hidden_size + call.rank) * ((call.dtype.itemsize if is_copied else 0) + adapter)
