@@ -381,8 +381,8 @@ def check_values(arguments: Arguments) -> None:
 def choose_implementation(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
     """Returns the call with its true vocabulary size and implementation; over a `Layout`, the call of one device.
 
-    ``columns`` is the number of columns of all shards. None: the call's own columns, or an unknown number if an axis
-    splits these.
+    ``columns`` is the number of columns of all shards. None: the number is that of the call, or unknown if an axis
+    splits the columns.
     """
     if columns is None:
         columns = call.columns if call.axis_name is None else scalars.INT32_MAX

@@ -224,7 +224,7 @@ def probe(weight: Float[Array, "V H"], vocab_dim: int, columns: Any) -> Int[Arra
 
 
 def compare_summaries(every: ShardSummary, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]:
-    """Returns which tokens are equal on all shards. If two shards hold the same columns of the weight, all are False.
+    """Returns which tokens are equal on all shards. If two shards hold the same columns of the weight, no token is.
 
     There is one exception: a large vocabulary may really have shards with equal columns. The ``ids`` show this: at
     least a quarter of them lie outside the vocabulary that the distinct shards alone would form. ``columns`` is the

@@ -102,7 +102,7 @@ class Part(NamedTuple):
         return _logprobs.compute_row_scale(self.call, self.scales.inverse_temperature)
 
     def operands(self) -> tuple[Operands, _describe.Compaction | None]:
-        """Returns the operands of an implementation, with unmasked rows first; and how to restore the row order."""
+        """Returns the operands of an implementation, with unmasked rows first; and the order of these rows."""
         (call, (hidden, weight, bias, adapter), rows, start, scales), num_columns = self, None
         columns = weight.shape[call.vocab_dim]
         if call.padded:

@@ -32,10 +32,9 @@ def choose_chunk_rows(call: Call) -> int:
     last chunk is smaller, all chunks copy their rows. So the cost is the number of chunks; plus a quarter if the last
     one is smaller.
 
-    A single chunk needs no float32 sum for dweight. So all tokens form a single chunk if the exponentials beyond the
-    budget take no more memory than the sum would take beyond dweight: this is faster and takes less memory. The rule
-    does not apply on a CPU, nor with a ``gradient_threshold`` (no exponentials are cached) or a frozen weight (there is
-    no sum).
+    A single chunk needs no float32 sum for dweight. So a single chunk of all tokens may exceed the budget by the
+    memory that the sum would take beyond dweight: this is faster and takes less memory. The rule does not apply on a
+    CPU, nor with a ``gradient_threshold`` (no exponentials are cached) or a frozen weight (there is no sum).
     """
     tokens, on_cpu, saved_bytes = call.num_tokens, call.device.platform == "cpu", 0
     row_bytes = call.columns * (call.stat_dtype if on_cpu else call.dtype).itemsize

@@ -144,7 +144,7 @@ class ShardStatistics(NamedTuple):
     ``[N, T]`` and ``[N, T, K]``. The dtype is float32 (float64 for a float64 weight). A field that the call does not
     need is None.
 
-    The unit is that of x, where a logit is z = k·x. Without a softcap, x is the product plus the bias, with the sign of
+    The unit is that of x; a logit is z = k·x. Without a softcap, x is the product plus the bias, with the sign of
     ``logit_scale``, and k = |logit_scale| / temperature. With a softcap c, x is the tanh and k = c / temperature.
     Statistics never hold k times a maximum, because the rounding of that product would be an error of every logit.
 

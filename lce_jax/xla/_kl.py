@@ -1,10 +1,10 @@
 """The divergence of two heads on one shard, in plain XLA: one tile of both models' logits at a time.
 
-The forward computes a matrix product per model for each chunk of tokens and each tile of the vocabulary, then the
-statistics of both (eqs. 1 and 6), and merges these (eqs. 2 and 7). A mixture of both distributions needs a second pass
-(eq. 9 or 11). The backward recomputes both products, turns them into the gradients in the student's logits (eqs. 8 and
-10), and computes the student's two gradient products.
-With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles (`mathematics._kl.CachedRatios`).
+For each chunk of tokens and each tile of the vocabulary, the forward computes a matrix product per model and the
+statistics of both models (eqs. 1 and 6), and merges these (eqs. 2 and 7). A mixture of both distributions needs a
+second pass (eq. 9 or 11). The backward recomputes both products, turns them into the gradients in the student's logits
+(eq. 8 or 10), and computes the student's two gradient products.
+With ``cache_bytes`` the forward caches the first tiles' `mathematics._kl.CachedRatios`, which the gradient needs.
 The loops are in `xla._walk`. The first model of a shard is the student.
 """
 

@@ -156,7 +156,7 @@ def _sum_columns(columns: Int[Array, "n"], values: Float[Array, "n ..."]) -> Flo
 
 
 def _find_targets(columns: Array, ends: Array, num_columns: int) -> Array:
-    """Returns the index at which to write each pair's sum: its column for a column's last pair, else out of range."""
+    """Returns the index at which each pair's sum is written: the column if the pair is its last, else out of range."""
     outside = num_columns + jnp.arange(columns.shape[0], dtype=jnp.int32)
     return jnp.where(ends & (columns < num_columns), columns, outside)
 
