@@ -120,7 +120,7 @@ def check_readable(name: str, x: Any) -> Any:
 
 
 def _freed_by(x: torch.Tensor) -> str:
-    """Says how a tensor lost its memory. ZeRO-3 marks the parameters that it has partitioned by ``ds_`` attributes."""
+    """Says how a tensor lost its memory. Parameters that ZeRO-3 has partitioned have ``ds_`` attributes."""
     full_shape = getattr(x, "ds_shape", None)
     if full_shape is None:
         return "freed"

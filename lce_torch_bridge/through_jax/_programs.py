@@ -44,9 +44,7 @@ class ProgramKey(NamedTuple):
     precision: str | None  # of float32 products
 
     def part(self, rows: int) -> tuple[int, int | None]:
-        """Returns the global id of the shard's first column, and the true vocabulary size; None if nothing is
-        padded.
-        """
+        """Returns the first column's global id, and the true vocabulary size, which is None if nothing is padded."""
         vocab_size = self.call.jax.vocab_size
         return self.shard * rows, vocab_size if vocab_size < self.shards * rows else None
 
