@@ -86,5 +86,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # Without `_FRAMEWORKS`, because tab completion accesses each name, which would import Megatron.
+    # `_FRAMEWORKS` are left out, because tab completion accesses each name, which would import Megatron.
     return [*__all__, "__doc__"]

@@ -173,8 +173,8 @@ def refuse_wrapped_head(
     """Refuses a module that wraps a head, such as an adapter (LoRA).
 
     torch calls this hook when a module gets a child. The frameworks pass only the head's weight, so an adapter around
-    the head would have no effect and not train. A module is a head if its name is in ``heads`` or Transformers'
-    ``get_output_embeddings()`` returns it.
+    the head would have no effect and would not be trained. A module is a head if its name is in ``heads`` or
+    Transformers' ``get_output_embeddings()`` returns it.
     """
     head = model._modules.get(name)
     if module is None or head is None or not any(layer is head for layer in module.children()):

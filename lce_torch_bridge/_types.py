@@ -2,7 +2,7 @@
 
 Dimension letters: T tokens, H hidden size, V vocabulary entries of this rank's shard, P rows of a program (tokens and
 padding), N ranks of the tensor-parallel group, F statistics, O outputs, K candidates, and S values per token that the
-forward saves for the backward: the label, the temperature, floor and candidates that were passed, and merged
+forward saves for the backward: the label; the temperature, floor and candidates if they were passed; and the merged
 statistics.
 """
 
@@ -33,10 +33,10 @@ STATS_FIELDS = ("max_logit", "min_logit", "sum_p_squared")  # results that ``sta
 class LogprobOutput(NamedTuple):
     """Per-token results: float32 tensors of ``labels.shape``, or None. They are 0 for masked tokens.
 
-    All are differentiable except the fields that ``stats=True`` adds. Type checkers see logprobs, entropy and lse as
-    tensors, but ``entropy`` as possibly None in a call of `linear_logprobs` with ``entropy=False``. Type checkers do
-    not warn about the other fields, although they are None unless an option requests them. If a function may return
-    only tensors, such as a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you need.
+    All are differentiable except the fields that ``stats=True`` adds. To type checkers, logprobs, entropy and lse are
+    tensors; only after `linear_logprobs` with ``entropy=False`` may ``entropy`` be None. Type checkers do not warn
+    about the other fields, although they are None unless an option requests them. From a function that may return only
+    tensors, such as a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you need.
 
     Attributes:
         logprobs: ln p(label), nats. ``out_of_vocab`` decides its value for a label outside the vocabulary.
@@ -94,9 +94,9 @@ class Tensors(NamedTuple):
     hidden: torch.Tensor  # [T, H]; with an adapter [T, H + R], where R is `Call.rank`
     weight: torch.Tensor  # [V, H]
     bias: torch.Tensor | None  # [V]; with an adapter, its B [V, R]
-    labels: torch.Tensor  # [T] global ids; outside [0, vocab_size): out of vocabulary
+    labels: torch.Tensor  # [T] global ids; those outside [0, vocab_size) are out of vocabulary
     temperature: torch.Tensor | None = None  # [T] float32; None: 1
-    candidates: torch.Tensor | None = None  # [T, K] global ids; outside [0, vocab_size): no candidate
+    candidates: torch.Tensor | None = None  # [T, K] global ids; those outside [0, vocab_size) are no candidates
     floor: torch.Tensor | None = None  # [T] float32, in logits; None: no floor
     teacher_hidden: torch.Tensor | None = None  # [T, G]
     teacher_weight: torch.Tensor | None = None  # [V, G]
@@ -126,18 +126,18 @@ type Lora = tuple[torch.Tensor, torch.Tensor, float]  # A [r, H], B [V, r], scal
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TorchCall:
-    """The static part of a call of any function: a `Call` of `lce_jax`, and the options of the bridge alone.
+    """The static part of a call of any function: a `Call` of `lce_jax`, and the options that only the bridge has.
 
     `make_call` returns the same object for equal calls, so that comparing calls costs nothing.
     """
 
-    jax: Call  # options without shapes; vocab_size may be 0 in a trace: all columns of the weight
-    group: str = ""  # `tensors._tensor_parallel.name_group`
+    jax: Call  # options without shapes; in a trace, a vocab_size of 0 stands for all columns of the weight
+    group: str = ""  # the group's name, from `tensors._tensor_parallel.name_group`
     metric_entropy: bool = False  # whether the entropy has no gradient
     megatron: bool = False  # whether labels out of vocabulary have Megatron's value
     reduce_grad_hidden: bool = False  # False without a group
     beta: float | None = None  # this and the next two: options of "linear_kl"
-    has_temperature: bool = False  # whether each token has its own
+    has_temperature: bool = False  # whether each token has its own temperature
     has_teacher_temperature: bool = False
 
     text: str  # JSON of the options that differ from the defaults. Operators take it, because all processes can read it

@@ -8,14 +8,13 @@
     loss = losses.distillation_loss(out.candidate_logprobs, top.logprobs, top.ids).mean()
 
 All functions return the loss of each token. `distillation_loss` takes candidates, and `lk_alpha` and `lk_lambda` take
-results of `linear_kl`. The arguments of the others are ``(logprob, entropy, lse)``,
-tensors of one shape; then per-token tensors in a fixed order: ``old_logprob``, ``advantage``, ``reference_logprob``;
-then numbers as keyword arguments. They also take a model's results directly:
-``losses.dapo(*out[:3], old_logprob=old, advantage=advantages)``. Divide the sum by the number of tokens or of
-sequences, as your objective requires.
+results of `linear_kl`. The others take ``(logprob, entropy, lse)``, tensors of one shape; then per-token tensors in the
+order ``old_logprob``, ``advantage``, ``reference_logprob``; then numbers as keyword arguments. They also take a model's
+results directly: ``losses.dapo(*out[:3], old_logprob=old, advantage=advantages)``. Divide the sum by the number of
+tokens or of sequences, as your objective requires.
 
-Differences of log-probabilities are clamped to at most 80, so that ratios are finite in float32. Beyond that they have
-no gradient: leave tokens that are so far off-policy out with ``where``.
+Differences of log-probabilities are clamped to at most 80, so that ratios are finite in float32. Beyond 80 they have no
+gradient: use ``where`` to leave out tokens that are so far off-policy.
 """
 
 from __future__ import annotations
@@ -202,10 +201,10 @@ def lk_alpha(variation: torch.Tensor) -> torch.Tensor:
     """Returns ``-ln α`` with ``α = 1 - variation``, the probability that a target model accepts a token of its draft.
 
     Speculative decoding accepts a token of the draft's distribution q with probability ``α = Σ min(p, q)``, where p is
-    the target's. The gradient is that of the variation divided by α, so it does not vanish where α is small.
+    the target's. The gradient is the variation's gradient divided by α, so it does not vanish where α is small.
 
     Args:
-        variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the draft as student.
+        variation: ``[...]`` ½ Σ |p - q|, which ``linear_kl(..., direction="tv")`` returns with the draft as student.
 
     Returns:
         ``[...]`` in nats, at least 0, in the dtype of ``variation``; 0 in rows that `linear_kl` leaves out. An α below
@@ -228,9 +227,9 @@ def lk_lambda(kl: torch.Tensor, variation: torch.Tensor, *, eta: float = 3.0) ->
     rejection as the draft improves.
 
     Args:
-        kl: ``[...]`` KL(target ‖ draft), as ``linear_kl(..., direction="forward")`` returns it for the draft as
+        kl: ``[...]`` KL(target ‖ draft), which ``linear_kl(..., direction="forward")`` returns with the draft as
             student.
-        variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the same models.
+        variation: ``[...]`` ½ Σ |p - q|, which ``linear_kl(..., direction="tv")`` returns for the same models.
         eta: η, at least 0. 0 is the KL alone. The default is the paper's best value.
 
     Returns:
@@ -276,7 +275,7 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
 
 
 def _compute_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:
-    """Returns the ratio of probabilities: always finite, so that 0 times it is 0. Clamping stops its gradient."""
+    """Returns the ratio of probabilities, always finite, so that 0 times it is 0. Clamping stops gradients."""
     return (logprob - old_logprob).clamp(max=MOST_DISTANCE).exp()
 
 
@@ -300,7 +299,8 @@ def distillation_loss(
     With the teacher's probabilities p and the student's q, over the candidates and what ``rest`` adds to them:
 
     - ``"forward_kl"``: ``KL(p ‖ q) = Σ p (ln p - ln q)`` gives the student probability wherever the teacher has it;
-    - ``"reverse_kl"``: ``KL(q ‖ p) = Σ q (ln q - ln p)`` takes it from the student wherever the teacher has none;
+    - ``"reverse_kl"``: ``KL(q ‖ p) = Σ q (ln q - ln p)`` takes probability from the student wherever the teacher has
+      none;
     - ``"jsd"``: ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``, the generalised Jensen-Shannon
       divergence.
 
@@ -315,9 +315,9 @@ def distillation_loss(
         ids: ``[..., K]`` the candidates. All ids of a token differ; -1 stands for no candidate, and the
             log-probabilities there are not read. An id out of vocabulary must be -1 too.
         divergence: "forward_kl", "reverse_kl" or "jsd".
-        beta: the teacher's weight β in (0, 1) in "jsd". As β approaches 0, the gradient approaches β times the gradient
-            of the forward KL; as β approaches 1, it approaches 1 - β times the gradient of the reverse KL. It is exact
-            to rounding for β close to 0 or 1 too. None: 0.5.
+        beta: for "jsd", the teacher's weight β in (0, 1). As β approaches 0, the gradient approaches β times the
+            gradient of the forward KL; as β approaches 1, it approaches 1 - β times the gradient of the reverse KL. The
+            gradient is exact to rounding for β close to 0 or 1 too. None: 0.5.
         rest: what happens to the probability outside the candidates. "bin": for both models, all of it is one more
             candidate. So the result is a divergence of two distributions, at least 0 and at most the divergence over
             the whole vocabulary. "drop": it is left out, and the sums are over the candidates alone. Then a KL may be
@@ -424,7 +424,7 @@ def _weight_by_mass(mass: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class _JSD(torch.autograd.Function):
-    """Σ β p ln(p / m) + (1 - β) q ln(q / m).
+    """Computes Σ β p ln(p / m) + (1 - β) q ln(q / m).
 
     In the gradient the derivatives of the logarithms cancel. What remains is exact for β close to 0 or 1 too.
     """

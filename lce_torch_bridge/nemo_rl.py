@@ -38,7 +38,7 @@ def install() -> _framework.Installed:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: NeMo RL's function has another name or other parameters; later, if a module such as an
+        NotImplementedError: NeMo RL's function has another name or other parameters; or, later, a module such as an
             adapter (LoRA) wraps the output layer.
         RuntimeError: Ray is running already.
 
@@ -69,10 +69,10 @@ def _logprobs(
     target: torch.Tensor, vocab_start_index: int, vocab_end_index: int, tp_group: dist.ProcessGroup,
     inference_only: bool = False, cp_group: dist.ProcessGroup | None = None, chunk_size: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Replaces ``from_parallel_hidden_states_to_logprobs``. Hidden states [s / CP / TP, b, h], all tokens [b, s].
+    """Replaces ``from_parallel_hidden_states_to_logprobs``. Takes hidden states [s / CP / TP, b, h] and tokens [b, s].
 
-    Returns [b, s - 1], like NeMo RL's function without context parallelism and its ``from_parallel_logits_to_logprobs``
-    with it.
+    Returns [b, s - 1]. NeMo RL's function does so without context parallelism; with it, NeMo RL's
+    ``from_parallel_logits_to_logprobs`` does.
     """
     del runtime_gather_output, chunk_size
     _framework.check_shard(output_weight_layer, vocab_start_index, vocab_end_index)

@@ -1,9 +1,9 @@
 """Rows of packed sequences and of context-parallel ranks: labels, masks and results that belong to them.
 
-The functions of `lce_jax.rows` for tensors; that module documents them and all their arguments. This is plain PyTorch,
-which never waits for a GPU, so offsets on a GPU are not checked. If such offsets do not fit, all values that a shift
-returns are NaN, the least integer (for unsigned dtypes the largest) or False; `positions` are L, which is no row; and
-the rows of ranks fail a device assertion.
+These are the functions of `lce_jax.rows` for tensors; that module documents them and all their arguments. They are
+plain PyTorch and never wait for a GPU, so offsets on a GPU are not checked. If such offsets do not fit, a shift returns
+only NaN, the least integer (for unsigned dtypes the largest) or False; `positions` returns only L, which is no row; and
+functions that select the rows of ranks fail a device assertion.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def next_tokens(
 ) -> torch.Tensor:
     """Returns the label of each row: the next token of its sequence, or one further ahead; -100 if there is none.
 
-    `lce_torch_bridge.linear_cross_entropy` ignores labels of -100. Give ``ignore_index=-100`` elsewhere.
+    `lce_torch_bridge.linear_cross_entropy` ignores labels of -100. Pass ``ignore_index=-100`` to other functions.
 
     Example:
         >>> import torch
@@ -200,7 +200,7 @@ def in_rank_order(
 def in_sequence_order(
     x: torch.Tensor, cp_size: int, *, layout: Layout = "zigzag", cu_seqlens: torch.Tensor | None = None, axis: int = -1
 ) -> torch.Tensor:
-    """Returns rows gathered from all ranks by ``torch.distributed`` in the sequence's order again.
+    """Restores the sequence's order of rows that ``torch.distributed`` has gathered from all ranks.
 
     It is the inverse of `in_rank_order`.
 

@@ -35,7 +35,7 @@ def install() -> _framework.Installed:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: SkyRL's function has another name or other parameters; later, if a module such as an
+        NotImplementedError: SkyRL's function has another name or other parameters; or, later, a module such as an
             adapter (LoRA) wraps the output layer.
         RuntimeError: Ray is running already.
 

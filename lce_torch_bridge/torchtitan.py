@@ -1,4 +1,4 @@
-r"""torchtitan without stored logits: this package's loss replaces torchtitan's chunked loss, which gets the head.
+r"""torchtitan without stored logits: torchtitan passes the head to this package's loss, not to its own chunked loss.
 
 On the command line::
 
@@ -30,8 +30,8 @@ def install() -> _framework.Installed:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: torchtitan's loss has another name; later, when a trainer is built, if its chunked loss is
-            not the cross entropy, or its head is more than a linear layer, such as one with an adapter (LoRA).
+        NotImplementedError: torchtitan's loss has another name; or, later, a trainer is built whose chunked loss is not
+            the cross entropy, or whose head is more than a linear layer, such as one with an adapter (LoRA).
 
     Example:
         >>> import lce_torch_bridge.torchtitan
@@ -44,7 +44,7 @@ def install() -> _framework.Installed:
 
 
 def without_logits(config: Any) -> Any:
-    """Calls `install`, and wraps a plain cross entropy so that it gets the head. Name it in ``--override.imports``."""
+    """Calls `install`, and wraps a plain cross entropy so that it gets the head. Use it in ``--override.imports``."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     install()

@@ -40,7 +40,7 @@ def patch(model: PreTrainedModel, *, strict: bool = False, always: bool = False)
         same handle.
 
     Raises:
-        TypeError, NotImplementedError: as in `defer_logits`.
+        TypeError, NotImplementedError: `defer_logits` does not support the model; the message says why.
 
     Example:
         >>> import lce_torch_bridge.transformers

@@ -28,7 +28,7 @@ def install() -> _framework.Installed:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: TRL's functions have other names or parameters; later, if a module such as an adapter
+        NotImplementedError: TRL's functions have other names or parameters; or, later, a module such as an adapter
             (LoRA) wraps a head.
 
     Example:

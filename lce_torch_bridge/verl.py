@@ -43,8 +43,8 @@ def install() -> _framework.Installed:
         The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: verl's function has another name; later, if a module such as an adapter (LoRA) wraps a
-            head, or if a head has a bias.
+        NotImplementedError: verl's function has another name; or, later, a module such as an adapter (LoRA) wraps a
+            head, or a head has a bias.
         RuntimeError: Ray is running already.
 
     Example:
@@ -102,8 +102,8 @@ def linear_cross_entropy(
             and all calls within the context share this copy, as with ``torch.nn.functional.linear``.
         labels: vocabulary ids of hidden's leading shape, or flat. Dimensions of size 1 may be elsewhere (``[1, T]`` for
             ``[T, 1, H]``), but ``[b, s]`` for ``[s, b, H]`` is refused. A label outside the vocabulary has logprob 0
-            (verl's kernel: ``-lse`` on a process group, and undefined without one).
-        temperature: divides the float32 logits: a positive number. None: 1.
+            (in verl's kernel it is ``-lse`` with a process group, and undefined without one).
+        temperature: a positive number that divides the float32 logits. None: 1.
         reduction: how log-probabilities are reduced, in upper or lower case: "none" for one per token, "sum", or "mean"
             over all tokens, including those with a label out of vocabulary. The entropy is never reduced. None: "none".
         dist_process_group: the group over which the vocabulary is split. Each rank gets its own term of dhidden, and
@@ -118,7 +118,7 @@ def linear_cross_entropy(
         NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The memory of `linear_logprobs`.
+        The call takes the memory of `linear_logprobs`.
 
     Example:
         >>> import torch

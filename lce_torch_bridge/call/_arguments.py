@@ -70,7 +70,7 @@ class Options(NamedTuple):
 
 
 NOT_IN_CALL = ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor", "lora")
-CALL_OPTIONS = [i for i, name in enumerate(Options._fields) if name not in NOT_IN_CALL]  # indices
+CALL_OPTIONS = [i for i, name in enumerate(Options._fields) if name not in NOT_IN_CALL]  # indices into `Options`
 CACHE = CALL_OPTIONS.index(Options._fields.index("cache_bytes"))
 
 
@@ -80,7 +80,7 @@ def check_names(
     refused: Mapping[str, str],
     loss_fn: Callable[..., Any] | None = None,
 ) -> None:
-    """Refuses names in a function's ``**options`` that are unknown, or in ``refused``, whose values are the reasons."""
+    """Refuses unknown names in a function's ``**options``, and names that ``refused`` maps to a reason."""
     for name, reason in refused.items():
         if name in options:
             raise TypeError(f"{name}={_format_value(options[name])}: {reason}; linear_logprobs has this option")

@@ -93,7 +93,7 @@ def head(layer: Any) -> tuple[Any, Lora | None]:
     """Returns a linear layer, and the LoRA adapter if PEFT has wrapped the layer.
 
     Only weight, bias and the adapter's A and B are used. So a layer with hooks or with another wrapper is refused,
-    because these would have no effect and not train.
+    because hooks and wrappers would have no effect and would not be trained.
     """
     kind = type(layer)
     if kind.__module__.startswith("peft.tuners.lora.") and kind.__name__ == "Linear":

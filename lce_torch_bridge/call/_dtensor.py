@@ -5,7 +5,7 @@ split. Its gradient is the mean over the ranks that gathered it. This is correct
 
 * Under FSDP2, HSDP and ``replicate``, ranks have different tokens, and the gradient is the mean by default.
 * Ranks that have the same tokens have equal gradients, and the mean equals each of them.
-* A wrapper takes the mean once more, which does not change it, because all ranks have the same mean.
+* A wrapper may take the mean once more. This does not change it, because all ranks have the same mean.
 
 A mean would be wrong if gradients are to be summed over different tokens. FSDP2's ``set_gradient_divide_factor``
 requests such a sum, and is refused.

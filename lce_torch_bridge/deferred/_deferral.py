@@ -92,7 +92,7 @@ class Deferral:
         hidden, weight, bias, lora = operands
         is_recorded = torch.is_grad_enabled()
         if lora is not None and is_recorded and weight.requires_grad:
-            return False  # because adapters are supported on frozen weights alone
+            return False  # because adapters are supported only on frozen weights
         if self.labelled_calls or self.always:
             return True
         if not is_recorded:
@@ -107,7 +107,7 @@ class Deferral:
             _logger.warning("the head computes its logits: %s", reason)
 
     def record_logits(self, shape: torch.Size, dtype: torch.dtype, needed_for: str) -> None:
-        """Counts logits that are about to be computed, and logs each line of code that needs them once.
+        """Counts logits that are about to be computed. Logs the line of code that needs them, once per line.
 
         Raises:
             RuntimeError: the deferral is strict.

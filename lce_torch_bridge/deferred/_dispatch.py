@@ -1,4 +1,4 @@
-"""The dispatch of torch's functions of deferred logits.
+"""Dispatches torch functions that are called with deferred logits.
 
 `call` looks a function up in `TABLE`. The table's functions in this module add a step to the recipe, and compute
 nothing. The functions in `_rows` select rows; those in `_fused_functions` compute results without logits. Every torch
@@ -138,7 +138,7 @@ def _are_dtypes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _probe_cast(func: Any, args: tuple[Any, ...], dtype: torch.dtype, device: torch.device, **kwargs: Any) -> Any:
-    """Returns a cast's result dtype, the string that ``type()`` returns, or `_Input` if unchanged; None if no cast."""
+    """Returns a cast's result dtype or ``type()``'s string, `_Input` if it changes nothing, None if it is no cast."""
     probe = torch.empty(0, dtype=dtype, device=device)
     out = func(probe, *(probe if each is _Input else each for each in args), **kwargs)
     if out is probe or isinstance(out, str):

@@ -1,4 +1,4 @@
-"""torch's functions of deferred logits that this package's functions compute without the logits.
+"""Computes results of torch functions of deferred logits with this package's functions, without the logits.
 
 These are cross entropy, log-probabilities, lse, entropy, sums, means, and the largest and smallest logits. `make_table`
 maps torch's functions to this module's, for `_dispatch.call`. Each function returns NotImplemented if it does not
@@ -100,7 +100,7 @@ def _parse_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool
     return arguments.get("dim"), arguments.get("keepdim", False)
 
 
-# For ids out of range, torch raises on the CPU, and aborts the process on a GPU. Here, a GPU's rows are NaN instead.
+# For ids out of range, torch raises on the CPU, and aborts the process on a GPU. Here, such rows are NaN on a GPU.
 
 
 def _find_out_of_range(ids: torch.Tensor, vocab_size: int) -> Any:
@@ -119,11 +119,11 @@ type LabelMask = tuple[dict[str, Any], torch.Tensor | None]
 
 
 def _mask_labels(labels: torch.Tensor, vocab_size: int, ignored: int, reduction: str) -> LabelMask | None:
-    """Returns the options that select the tokens that count, and a mask of losses that are NaN; None for no NaN.
+    """Returns the options that select the tokens that count, and a mask of NaN losses; None if none is NaN.
 
     Returns None altogether if a label on the CPU is out of range. On a GPU, the loss of such a label is NaN.
 
-    The host reads the labels, for which it waits for a GPU once, as a loss must anyway to count tokens. In exchange,
+    The host reads the labels, so it waits for a GPU once. A loss must wait anyway, to count its tokens. In exchange,
     labels that are all in range need no kernel.
     """
     if torch.compiler.is_compiling():

@@ -29,7 +29,7 @@ type Factor = tuple[Literal["mul", "div", "tanh"], float]
 OPERANDS = "hidden", "weight", "bias", "lora's A", "lora's B"
 type PartStatistics = dict[bool, list[tuple[torch.Tensor, torch.Tensor]]]
 type TensorStates = tuple[tuple[int, bool] | None, ...]
-_optimizer_steps = [0]  # of all optimizers; a fused one changes parameters, but not their versions
+_optimizer_steps = [0]  # of all optimizers; a fused optimizer changes parameters, but not their versions
 NO_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -132,7 +132,7 @@ class Source:
         return hook is not None and hook is not self.checkpoint
 
     def suspend_checkpoint(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context, outside of any other checkpoint, for statistics that are saved with the logits."""
+        """Returns a context in which no other checkpoint is active, for statistics that are saved with the logits."""
         return _device.disable_hooks() if self.is_in_other_checkpoint() else NO_CONTEXT
 
     def record_logits(self, needed_for: str) -> None:
@@ -172,7 +172,7 @@ def set_autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractC
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """One operation of the model on its logits, ``function(logits, *args, **kwargs)``, and its autocast dtype."""
+    """One operation of the model on its logits: ``function(logits, *args, **kwargs)`` under the dtype ``autocast``."""
 
     function: Callable[..., torch.Tensor]
     args: tuple[Any, ...] = ()
@@ -239,7 +239,7 @@ class Recipe:
         vocab_size: how many columns are left; they are the first columns.
         classes_first: whether the vocabulary is the second dimension, as cross entropy expects, instead of the last.
         kind: what is computed: the logits, or a function of each row of the logits.
-        coefficient: a factor of the result of every kind except "logits".
+        coefficient: a factor of the result, for each ``kind`` except "logits".
         logits: the recipe of the logits, if ``kind`` is not "logits".
         selection: the recipe from which these rows were selected, and the function that selects them; or None.
         results: statistics of the logits that are already computed, keyed by whether autograd records them.
@@ -305,7 +305,7 @@ class Recipe:
         return value
 
     def options(self) -> dict[str, Any] | None:
-        """Returns options with which `linear_logprobs` has these logits; None if no options express the factors."""
+        """Returns options that make `linear_logprobs` use these logits; None if no options express the factors."""
         options = _make_options(self.factors) if self.factors else {}
         if options is None:
             return None

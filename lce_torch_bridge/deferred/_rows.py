@@ -200,7 +200,7 @@ def _move_classes_first(x: Deferred, step: Step, layout: torch.Tensor) -> Any:
 
 
 def getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Adds an index: rows selected by slices, ints, masks and tensors; the first columns; or one element per row."""
+    """Adds an index, which selects rows (by slices, ints, masks, tensors), first columns, or one element per row."""
     del kwargs
     recipe = x.recipe
     if _is_static(args) and (steps := _describe_step(x, T.__getitem__, args, {})) is not None:

@@ -153,7 +153,7 @@ def _refuse_other_functions(x: TracedLogits) -> None:
 
 
 def _list_forwards() -> set[Any]:
-    """Returns the file and first line of the forward of each autograd function."""
+    """Returns, for each autograd function, the file and first line of its forward."""
     lines, classes = set(), [torch.autograd.Function]
     while classes:
         each: Any = classes.pop()

@@ -1,6 +1,7 @@
-"""`linear_kl` and its gradients as kernels on torch's current stream, and why kernels refuse a call, like `_passes`.
+"""Launches `linear_kl` and its gradients on torch's current stream, and says why some calls cannot be launched.
 
-``linear_kl`` saves ``[S, T]`` numbers: the temperatures of the call, and the merged statistics of both heads.
+A tape is the recorded steps of a pass. ``linear_kl`` saves ``[S, T]`` numbers: the temperatures of the call, and the
+merged statistics of both heads.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def _exchange(
 ) -> Buffer:
     """Gathers the statistics that the ranks send, a stack of tile groups from each rank.
 
-    If the call has ``saved``, the last field of the first tile group has each token's tag, as in `_passes`.
+    If the call has ``saved``, the last field of the first tile group has each token's tag, a hash of what must be equal
+    on all ranks.
     """
     calls = [head.call for head in launched.heads]
     options = [(x.num_tokens, x.columns, x.vocab_size, x.logit_scale, x.logit_softcap, x.direction) for x in calls]

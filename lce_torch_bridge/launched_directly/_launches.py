@@ -1,6 +1,6 @@
 """Launches of kernels on torch's current stream, in torch's memory.
 
-The host code of `lce_jax.run.kernels` runs once for all calls of the same shapes and options. Meanwhile a `Tape`
+The host code of `lce_jax.run.kernels` runs once for all calls of the same shapes and options. During this run, a `Tape`
 records its steps: kernels, and functions of torch between them. `Launches` runs the recorded steps for each call.
 """
 
@@ -33,7 +33,7 @@ _captured: dict[int, torch.Tensor] = {}  # constants that CUDA graphs read, so t
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Buffer:
-    """An array that a step reads or writes, at the beginning of its slot's memory."""
+    """An array that a step reads or writes, at the beginning of the memory that its slot stands for."""
 
     slot: int
     shape: tuple[int, ...]  # the shape in the kernels; the caller's tensor may have fewer rows
@@ -67,7 +67,7 @@ class Step(NamedTuple):
 
 
 class Tape:
-    """A `lce_jax.mosaic._host.Host` that records steps. It describes the memory that they need, and allocates none."""
+    """A `Host`, where a pass launches kernels. It records the launches as steps, and allocates no memory."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -107,7 +107,7 @@ class Tape:
         return x.view((*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
     def reshape(self, x: Buffer, shape: Sequence[int]) -> Buffer:
-        """Returns a view."""
+        """Returns a view of ``x`` with another shape."""
         return x.view(shape)
 
     def order[T](self, tree: T) -> T:
@@ -204,7 +204,7 @@ class Launches:
         for are_kernels, some in itertools.groupby(steps, lambda step: isinstance(step.run, kernels.Kernel)):
             group = list(some)
             self._groups += [_bind_launches(self._memory, group, binds)] if are_kernels else group
-        # For each stream: all constants, in the GPU's memory; and by slot, the constants that functions read.
+        # For each stream: all constants, in the GPU's memory, and a dict of the constants that functions read, by slot.
         self._numbers: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
 
     def run(self, device: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -230,7 +230,8 @@ class Launches:
         if torch.cuda.is_current_stream_capturing():
             if not self._numbers:
                 refuse_capture()
-            # An earlier call has written them, on any stream: a capture begins only after that call's work is done.
+            # An earlier call has written the constants. Its stream does not matter: a capture begins after its work is
+            # done.
             numbers = next(iter(self._numbers.values()))
             _captured[numbers[0].data_ptr()] = numbers[0]
             return numbers
@@ -252,7 +253,7 @@ def find_needed_steps(tape: Tape) -> list[Step]:
 
 
 class Memory:
-    """The place of each slot of a tape in memory.
+    """Says where the memory of each slot of a tape lies.
 
     Slots that only kernels use are in one workspace, because each tensor costs the host time. Two slots of the same
     shape share memory if the last step that uses one comes before the first step that uses the other, as in a loop over

@@ -1,8 +1,8 @@
-"""The forward and the backward of a call, launched on torch's current stream, and why some calls cannot be.
+"""Launches the forward and the backward of a call on torch's current stream, or says why that is impossible.
 
-`operators._operators` calls `forward` and `gradients`. Everything that depends only on shapes and options is in a plan,
-which is made once (`_launches.find_plan`). This module brings the caller's tensors into the layout that kernels read,
-and runs the collectives of a split vocabulary.
+`operators._operators` calls `forward` and `gradients`. A tape is the recorded steps of a pass. Everything that depends
+only on shapes and options is in a plan, which is made once (`_launches.find_plan`). This module brings the caller's
+tensors into the layout that kernels read, and runs the collectives of a split vocabulary.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def describe_launch(
 
 
 def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
-    """Returns the same as `operators._operators.run_forward`; None if JAX must run the call."""
+    """Returns what `operators._operators.run_forward` returns; None if JAX must run the call."""
     hidden, weight, device = x.hidden, x.weight, x.hidden.get_device()
     if device != _device.current_device():
         with torch.cuda.device(device):
@@ -232,7 +232,7 @@ def gradients(
     way: Way,
     b: torch.Tensor | None = None,
 ) -> list[torch.Tensor] | None:
-    """Returns the same as `operators._operators.run_backward`, without a bias; None if JAX must run the backward.
+    """Returns what `operators._operators.run_backward` returns without a bias; None if JAX must run the backward.
 
     ``b`` is the B of an adapter.
     """
@@ -399,7 +399,7 @@ def are_active_tiles(cache: Sequence[torch.Tensor]) -> bool:
 
 
 def pad_tokens(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Returns ``x``, contiguous and with dimension ``dim`` padded to at least as many tokens as kernels read."""
+    """Returns ``x`` as a contiguous tensor, with ``dim`` padded to at least as many tokens as kernels read."""
     tokens = x.shape[dim]
     if tokens >= kernels.THREADS:
         return _device.make_usable(x)

@@ -48,8 +48,8 @@ def output_processor(
             other arguments except ``context``.
         output_layer: the model's ColumnParallelLinear.
         output_weight: the embedding's weight if the head is tied to it, else None.
-        labels: ``[b, s]``, the labels that the model was called with (for multi-token prediction), used if ``context``
-            has none.
+        labels: ``[b, s]``, the labels with which the model was called for multi-token prediction. They are used if
+            ``context`` has none.
         context: a mapping with ``labels`` ``[b, s]``, global vocabulary ids that are already shifted, and any option of
             `lce_torch_bridge.linear_logprobs` except ``tp_group``, ``bias``, ``logit_scale`` and
             ``reduce_grad_hidden``, which the model sets. ``where`` is ``[b, s]`` bool, or row indices of the flattened
@@ -72,8 +72,8 @@ def output_processor(
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The memory of `linear_logprobs`. Under sequence parallelism the gathered hidden states are saved for the
-        backward; Megatron's own layer gathers them twice instead.
+        The call takes the memory of `linear_logprobs`. Under sequence parallelism the gathered hidden states are saved
+        for the backward; Megatron's own layer gathers them twice instead.
 
     Example:
         >>> from lce_torch_bridge.megatron import output_processor
@@ -108,7 +108,7 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
     Args:
         model: a model with an ``output_layer``, which may be wrapped in DistributedDataParallel, Float16Module,
             ``torch.compile`` or other modules. Methods of the model and its output layer are replaced for all threads
-            until the block ends. So only one thread at a time may be inside; `output_processor` works in several.
+            until the block ends. So only one thread at a time may be inside; several may use `output_processor`.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``stats``, ``mean_logit``,
             ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``,
@@ -124,7 +124,7 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The memory of `output_processor`.
+        The model's call takes the memory of `output_processor`.
 
     Example:
         >>> from lce_torch_bridge.megatron import fused_output_layer
@@ -162,7 +162,7 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
     Args:
         model: a model with an ``output_layer``, which may be wrapped in DistributedDataParallel, Float16Module,
             ``torch.compile`` or other modules. Methods of the model and its output layer are replaced for all threads
-            until the block ends. So only one thread at a time may be inside; `output_processor` works in several.
+            until the block ends. So only one thread at a time may be inside; several may use `output_processor`.
         **options: ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and ``implementation`` of each loss, as
             in `lce_torch_bridge.linear_logprobs`.
 
@@ -177,7 +177,7 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The memory of `linear_logprobs`, once for each loss.
+        Each loss takes the memory of `linear_logprobs`.
 
     Numerics:
         Each loss is Megatron's cross entropy, computed from unrounded float32 logits. A prediction counts as accepted

@@ -65,7 +65,7 @@ class PendingLogits:
         return int(weight.shape[0])
 
     def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002 Megatron names it
-        """Returns stand-ins for this rank's largest logits and their ids, of which Megatron chooses rank 0's."""
+        """Returns stand-ins for this rank's largest logits and their ids. Megatron then chooses rank 0's ids."""
         predicted = self._get_predicted("max")
         return torch.full_like(predicted, -self.layer.tp_group.rank(), dtype=torch.float32), predicted
 

@@ -1,1 +1,1 @@
-"""Operators of torch, and their derivatives. Both run kernels or programs of JAX."""
+"""The bridge's torch operators and their derivatives, which run kernels or programs of JAX."""

@@ -1,7 +1,8 @@
 """A per-token loss and its gradients, computed together in the forward, one chunk of tokens after another.
 
-    results of the chunk, exponentials cached ─ loss_fn ─ derivatives of the loss ─ gradients of the chunk next chunk:
-    dhidden goes to the chunk's rows, dweight is added to one float32 sum
+    a chunk's results, exponentials cached  ->  loss_fn  ->  derivatives of the loss  ->  the chunk's gradients
+
+dhidden goes to the chunk's rows, and dweight is added to one float32 sum. Then the next chunk begins.
 
 The forward computes all gradients for a cotangent of 1, and the backward multiplies them by the actual cotangent. If
 the caller passes the cotangent, the forward uses it, so that it can add dweight to ``main_grad`` at once.
@@ -10,9 +11,9 @@ An activation checkpoint drops what its first forward saves, and runs the forwar
 only losses.
 
 float16 has no positive values below 6e-8. A loss scale keeps gradients above that, but it is part of the cotangent,
-which the forward does not know. So float16 dlogits have a unit of their own: cotangents are multiplied by the power of
-two that brings the call's largest dlogit so far near float16's maximum. When a chunk has larger dlogits, the sums are
-rescaled to that chunk's unit. The backward divides by the unit.
+which the forward does not know. So float16 dlogits, the derivatives of the logits, have a unit of their own: cotangents
+are multiplied by the power of two that brings the call's largest dlogit so far near float16's maximum. When a chunk has
+larger dlogits, the sums are rescaled to that chunk's unit. The backward divides by the unit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CLOSE = 1e-6  # relative: eight ulps of float32. Each product in a cotangent rou
 
 
 class LossPlan(NamedTuple):
-    """How a loss and its gradients are computed, apart from tensors of the call."""
+    """How a loss and its gradients are computed: everything except the call's operands."""
 
     loss_fn: Callable[..., torch.Tensor]  # takes a dict of results, and the per-token arguments
     call: TorchCall
@@ -59,13 +60,13 @@ class LossPlan(NamedTuple):
         return [slice(first, min(first + self.rows, tokens)) for first in range(0, tokens, self.rows)]
 
     def has_unit(self, x: Tensors) -> bool:
-        """Whether gradients are multiplied by a unit, as the module's docstring says."""
+        """Whether cotangents are multiplied by a unit, so that small float16 gradients do not become 0."""
         return x.weight.dtype == torch.float16 and self.cotangent is None
 
     def sums_dweight(self, x: Tensors) -> bool:
         """Whether dweight is summed in float32.
 
-        Otherwise a single chunk rounds dweight at once. float16 must wait for the cotangent.
+        Otherwise a single chunk rounds dweight at once, which float16 cannot do before the cotangent is known.
         """
         return len(self.chunks(len(x.labels))) != 1 or x.weight.dtype == torch.float16 or self.target is not None
 
@@ -235,7 +236,7 @@ def _scale(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.
     if factor is None:
         return grad.to(dtype, copy=is_kept)
     in_place = grad.dtype == dtype and not is_kept
-    if way.direct and grad.numel() >= LARGE:  # torch needs twice as long for mixed dtypes, and time for 1
+    if way.direct and grad.numel() >= LARGE:  # torch takes twice as long if dtypes differ, and time for 1
         product = scale(grad, factor, dtype, in_place)
         if product is not None:
             return product
@@ -263,8 +264,8 @@ def _compare_cotangents(known: float, cotangent: torch.Tensor, added: bool) -> t
 def _cast_operands(x: Tensors) -> Tensors:
     """Casts operands to float32 if their gradients must not be rounded before the cotangent is known.
 
-    These are float16 hidden states, because float16 has no small values and the loss scale is part of the cotangent,
-    and the bias, because its gradient is a sum over the chunks.
+    Float16 hidden states are cast because float16 has no small values and the loss scale is part of the cotangent. The
+    bias is cast because its gradient is a sum over the chunks.
     """
     hidden = x.hidden.float() if x.hidden.dtype == torch.float16 else x.hidden
     bias = None if x.bias is None else x.bias.float()
@@ -292,7 +293,7 @@ def _run_chunks(
             chunk = x._replace(hidden=x.hidden[rows], labels=x.labels[rows], temperature=temperature, floor=floor)
             results, residuals = compute_results(plan, chunk, keep=True)
             for field, name in zip(fields, names, strict=True):
-                field[rows] = results[name]  # before loss_fn, which may overwrite its arguments
+                field[rows] = results[name]  # loss_fn, which runs later, may overwrite its arguments
             derivatives = _differentiate(plan, results, [y[rows] for y in per_token], requested_gradients[6:])
             losses[rows] = derivatives.losses
             for token_grad, chunk_grad in zip(token_grads, derivatives.per_token, strict=True):

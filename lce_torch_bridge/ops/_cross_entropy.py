@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` and its module, and `linear_entropy`, which are functions of `linear_logprobs`' results."""
+"""`linear_cross_entropy`, `LinearCrossEntropyLoss` and `linear_entropy`, computed from results of `linear_logprobs`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Returns the cross entropy of a language-model head, without storing the logits.
 
-    It equals ``torch.nn.functional.cross_entropy`` of the logits, plus a penalty that keeps ``lse`` near 0. Each
-    token's loss, with the smoothing ε, is ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``.
+    It equals ``torch.nn.functional.cross_entropy`` of the logits z, plus a penalty that keeps ``lse = ln Σ exp(z)``
+    near 0. Each token's loss, with the smoothing ε, is ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``.
     `lce_jax.linear_cross_entropy` is the same function. A label outside the vocabulary that is not ``ignore_index`` has
-    logprob 0 and counts as a token; torch raises an error there.
+    logprob 0, and its token counts; torch raises an error for such a label.
 
     If a mean or sum is differentiated, its gradients are computed in the forward, as by `linear_loss`. Forward and
-    backward take three matrix products in all; two if only one of hidden and weight requires a gradient. With
+    backward take three matrix products in all, or two if only one of hidden and weight requires a gradient. With
     ``cache_bytes`` the gradients are computed in the backward.
 
     Args:
@@ -62,14 +62,15 @@ def linear_cross_entropy(
             reproduce it on one rank, pass ``ε·V / (V - 1)``. On several ranks Megatron takes V and the mean from each
             rank's own part.
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
-        class_weights: ``[V]`` floats, torch's ``weight``: the factor of each token's loss, by its label. "mean" then
-            divides by the sum of the tokens' factors. With ``tp_group``, pass the entries of this rank's rows of the
-            weight; one more collective sums each token's factor over the group. A label outside the vocabulary has the
-            factor 0. ``class_weights`` has no gradient, and is an error with ``label_smoothing``. None: 1 for every
-            label.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, not counting the float32 sum of
-            dweight; a chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
-            tokens are one chunk if this takes no more memory than several chunks and their sum. None: 1400 MiB.
+        class_weights: ``[V]`` floats, called ``weight`` in torch: for each label, the factor of its tokens' losses.
+            "mean" then divides by the sum of the tokens' factors. With ``tp_group``, pass the entries of this rank's
+            rows of the weight; one more collective sums each token's factor over the group. A label outside the
+            vocabulary has the factor 0. ``class_weights`` has no gradient, and is an error with ``label_smoothing``.
+            None: every factor is 1.
+        chunk_bytes: the bytes that the exponentials of one chunk of tokens may take. They do not include the float32
+            sum of dweight, the gradient of ``weight``. A chunk has at least 128 tokens. Fewer chunks are faster,
+            because each chunk adds to that sum. All tokens form one chunk if this takes no more memory than several
+            chunks and the sum. None: 1400 MiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
             ``logit_floor``, ``implementation`` and ``lora``, as in `linear_logprobs`. With ``cache_bytes``, including
@@ -87,17 +88,17 @@ def linear_cross_entropy(
         NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        A differentiated mean or sum takes the memory of `linear_loss`: the gradients, which exist from the forward on,
-        O(chunk + T), and with several chunks a float32 dweight of V·H·4 bytes. These calls take the memory of
-        `linear_logprobs`: with ``reduction="none"``, ``cache_bytes``, ``gradient_threshold`` or ``vocab_part_size``,
-        for a smoothed loss with a softcap, and under ``torch.compile``, ``torch.func`` and other tracers.
+        A differentiated mean or sum takes the memory of `linear_loss`: the gradients, which exist from the forward on;
+        O(chunk + T); and, with several chunks, a float32 dweight of V·H·4 bytes. With ``reduction="none"``,
+        ``cache_bytes``, ``gradient_threshold`` or ``vocab_part_size``, for a smoothed loss with a softcap, and under
+        ``torch.compile``, ``torch.func`` and other tracers, the call takes the memory of `linear_logprobs`.
         ``cache_bytes=0`` takes the least memory. With ``wgrad="main_grad"``, a single chunk caches its exponentials
-        until the backward, which adds dweight to ``main_grad`` directly, so dweight takes no memory of its own.
+        until the backward. The backward adds dweight to ``main_grad`` directly, so dweight takes no memory of its own.
 
     Numerics:
         Gradients are rounded once, and then multiplied by the cotangent of the loss. Multiplying by a power of two,
-        such as 1 or a loss scale, is exact, and 1 takes no time. Any other cotangent rounds dhidden, and dweight of a
-        single chunk, a second time in their own dtype, and takes as long as reading and writing them once. float16
+        such as 1 or a loss scale, is exact, and 1 takes no time. Any other cotangent rounds dhidden, and the dweight of
+        a single chunk, a second time in their own dtype. This takes as long as reading and writing them once. float16
         gradients are rounded only after the product, as in `linear_loss`.
 
     Compilation:
@@ -140,7 +141,7 @@ def linear_cross_entropy(
 def _check_loss_options(
     reduction: Any, label_smoothing: Any, z_loss: Any, chunk_bytes: Any, options: Mapping[str, Any]
 ) -> tuple[float, float, int | None, str | None]:
-    """Checks options; returns smoothing, weight of lse², bytes of a chunk, and `refuse_forward_gradients`' result."""
+    """Checks the options. Returns smoothing, z_loss, chunk_bytes, and the result of `refuse_forward_gradients`."""
     scalars.check_choice("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.smoothing(label_smoothing), scalars.not_negative("z_loss", z_loss)
     refusal = refuse_forward_gradients(reduction, smoothing, Options(**options))
@@ -161,7 +162,7 @@ def _compute_token_loss(
     factors: torch.Tensor | None = None,
     divisor: int | torch.Tensor = 1,
 ) -> torch.Tensor:
-    """Returns the loss of each token from its results, times its factor, divided by the divisor of a mean."""
+    """Returns each token's loss, computed from its results, times the token's factor and divided by ``divisor``."""
     loss, lse = (smoothing - 1.0) * fields["logprobs"], fields["lse"]
     if smoothing > 0:
         loss = loss + smoothing * (lse - fields["mean_logit"])
@@ -187,14 +188,14 @@ def _select_factors(
         )
     columns = x.labels - _tensor_parallel.size_and_rank(call.group)[1] * len(class_weights)
     is_here = (columns >= 0) & (columns < len(class_weights))
-    if rows is not None and rows.dtype == torch.bool:  # a mask without known values: ``x`` has all tokens
+    if rows is not None and rows.dtype == torch.bool:  # the mask's values are unknown, so ``x`` has all tokens
         is_here = is_here & rows
     factors = class_weights.float()[columns.where(is_here, 0)].where(is_here, 0.0)
     return _tensor_parallel.all_reduce(factors, call.group) if is_split else factors
 
 
 def _find_divisor(factors: torch.Tensor | None, rows: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
-    """Returns the divisor of a mean: the number of unmasked tokens or the sum of their factors; 1 if that is 0."""
+    """Returns the divisor of a mean: the number of unmasked tokens or the sum of their factors, or 1 if that is 0."""
     if factors is None:
         return _arguments.count_tokens(rows, tokens)
     total = factors.sum()
@@ -204,9 +205,9 @@ def _find_divisor(factors: torch.Tensor | None, rows: torch.Tensor | None, token
 def refuse_forward_gradients(reduction: str, smoothing: float, options: Options) -> str | None:
     """Returns the option that forces gradients to be computed in the backward, as text; None if there is none.
 
-    ``reduction="none"`` needs each token's cotangent, and ``cache_bytes`` explicitly requests a backward. With a
-    threshold there is little to recompute. With the other options the forward cannot cache exponentials, which would
-    save a product.
+    ``reduction="none"`` needs each token's cotangent, and ``cache_bytes`` requests gradients in the backward. With a
+    gradient threshold the backward has little to recompute. With the other options the forward cannot cache
+    exponentials, which would save a matrix product.
     """
     if reduction == "none":
         return f"reduction={reduction!r}"
@@ -224,7 +225,7 @@ def _adds_one_chunk_to_main_grad(arguments: Arguments, x: Tensors, wgrad: Wgrad,
     """Whether all tokens are one chunk and dweight goes to ``main_grad``. The backward then computes the gradients.
 
     The forward does not know the cotangent, so it would have to round dweight and save it for the backward. Saved
-    exponentials take no more memory, and from them the backward adds dweight to ``main_grad`` directly, in float32.
+    exponentials take no more memory, and let the backward add dweight to ``main_grad`` directly, in float32.
     """
     if wgrad != "main_grad" or not x.weight.requires_grad:
         return False
@@ -253,7 +254,7 @@ def linear_entropy(
         NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The memory of `linear_logprobs`.
+        The call takes the memory of `linear_logprobs`.
 
     Example:
         >>> import torch
@@ -272,7 +273,7 @@ def linear_entropy(
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """``torch.nn.LinearCrossEntropyLoss`` without logits: a module with a head and its `linear_cross_entropy`.
+    """A module that has a head and computes its `linear_cross_entropy`: torch's module of this name, without logits.
 
     The head is ``self.linear``, as in torch's module. Both modules have the same ``state_dict``.
 
@@ -280,12 +281,12 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         in_features: H, the hidden size.
         num_classes: V, the size of the vocabulary.
         bias: whether the head has a bias.
-        device, dtype: of the weight.
+        device, dtype: the weight's device and dtype.
         reduction, label_smoothing: as in `linear_cross_entropy`.
         ignore_index: as in `linear_cross_entropy`. None: -100, as in torch's module.
         weight: ``[V]``, the ``class_weights`` of `linear_cross_entropy`. It is a buffer of the module, as in torch.
-        out_features, options: parameters of torch's module (several dimensions of labels, and the size of chunks). Only
-            their defaults are accepted; the error says what to write instead.
+        out_features, options: parameters of torch's module, for labels of several dimensions and the size of chunks.
+            Only their defaults are accepted; the error says what to write instead.
         **more: options of `linear_cross_entropy`.
 
     Raises:
@@ -341,7 +342,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         return _arguments.format_options({name: getattr(self, name) for name in names} | self.options)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of hidden states ``[..., H]`` and ids ``[...]``. A head with hooks or wrappers raises."""
+        """Returns the loss of hidden states ``[..., H]`` and ids ``[...]``. Raises if the head is wrapped or hooked."""
         head, lora = _checks.head(self.linear)
         adapter: dict[str, Any] = {} if lora is None else {"lora": lora}
         return linear_cross_entropy(

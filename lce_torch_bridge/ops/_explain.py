@@ -26,7 +26,7 @@ class Explanation:
     """How a call would be run. ``str()`` returns it as text.
 
     Attributes:
-        way: "direct" or "jax", as in `launch_with`.
+        way: "direct" if kernels are launched directly, "jax" if JAX runs the call.
         why_not_direct: why the call is not launched directly; None if it is.
         plan: the result of `lce_jax.explain` for this rank's part: implementation, tiles, bytes.
         cache: the bytes that ``cache_bytes=None`` stands for in this call, and why; None if ``cache_bytes`` is a
@@ -39,7 +39,7 @@ class Explanation:
     cache: str | None = None
 
     def __str__(self) -> str:
-        """Returns a line about the launch, the plan, and a line about the cache."""
+        """Returns a line about the launch, then the plan, then a line about the cache."""
         ways = {
             "direct": "launched directly, in torch's stream and memory",
             "jax": f"run by JAX, not launched directly: {self.why_not_direct}",
@@ -107,7 +107,7 @@ def _list_options(x: Tensors, arguments: Arguments) -> dict[str, Any]:
     return {name: getattr(call.jax, name) for name in names} | {
         "implementation": call.jax.requested,
         "lora": None if lora is None else (*map(_device.describe_tensor, lora[:2]), 1.0),
-        "vocab_size": min(max(call.jax.vocab_size - rank * columns, 1), columns),  # no plan for padding alone
+        "vocab_size": min(max(call.jax.vocab_size - rank * columns, 1), columns),  # padding alone has no plan
         "bias": None if arguments.bias is None else _device.describe_tensor(arguments.bias),
         "temperature": 1.0 if x.temperature is None else _device.describe_tensor(x.temperature),
         "candidates": None if x.candidates is None else _describe_ids(x.candidates),

@@ -60,13 +60,12 @@ def linear_kl(
 
     Args:
         hidden, weight, bias, logit_scale, logit_softcap, reduce_grad_hidden: as in `linear_logprobs`.
-        teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
+        teacher_hidden: ``[..., G]``, the teacher's hidden states of the same tokens, with any size G and any dtype.
         teacher_weight: ``[V, G]``, this rank's rows of the teacher's head, over the same vocabulary.
         direction: "forward" gives the student probability wherever the teacher has it; "reverse" takes probability from
             the student wherever the teacher has none; "jsd" lies between them. "tv" is the probability that speculative
-            decoding rejects a token of the student, which is a draft of its teacher: see
-            `lce_torch_bridge.losses.lk_alpha`.
-        beta: the teacher's weight β in (0, 1) in "jsd". Each value compiles kernels of its own. None: 0.5.
+            decoding rejects a token that the student drafts for its teacher: see `lce_torch_bridge.losses.lk_alpha`.
+        beta: for "jsd", the teacher's weight β in (0, 1). Each value compiles kernels of its own. None: 0.5.
         teacher_bias: ``[V]``, the teacher's bias, without a gradient.
         tp_group: the process group over which the vocabulary of both heads is split into parts of the same size. Rank r
             holds part r. All ranks pass the same hidden states and get bitwise-equal results. None: both weights are
@@ -83,45 +82,46 @@ def linear_kl(
         vocab_size: the true size of the vocabulary of all ranks together. Columns from ``vocab_size`` on are padding:
             they are in no sum and have a gradient of zero, whatever they hold. None: every column counts. It is
             required if the weights have different numbers of rows. Over a ``tp_group``, all parts of both weights have
-            the same number.
+            the same number of rows.
         where: the tokens that count: a bool tensor of the shape ``[...]``, or the row indices of the flattened tokens,
             each at most once (int64 or int32). Other tokens have 0 as result and no gradient, and cost nothing. The
             host waits for the GPU to count a bool tensor, but not for an index. None: all tokens count.
-        wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
-            ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
-            ``grad_added_to_main_grad``. A call that is launched directly adds it to a float32 ``main_grad`` without
-            rounding it. Not under ``torch.compile``.
-        cache_bytes: bytes that the forward may cache, so that the backward recomputes less: two numbers of each column
-            of the first vocabulary tiles, as in `lce_jax.linear_kl`. 0: no cache. None: as in `linear_logprobs`. Under
-            ``torch.compile`` each number of tokens then has its own graph, and ``where`` must be an index.
+        wgrad: "return" gives the weight its gradient. "main_grad" rounds the gradient to the weight's dtype and adds it
+            to ``weight.main_grad``. It also sets ``grad_added_to_main_grad``, as Megatron's gradient-accumulation
+            fusion does. A call that is launched directly adds the gradient to a float32 ``main_grad`` without rounding
+            it. ``torch.compile`` does not support "main_grad".
+        cache_bytes: the bytes that the forward may cache, so that the backward recomputes less. The cache has two
+            numbers for each token and column of the first vocabulary tiles. 0: no cache. None: as in `linear_logprobs`.
+            Under ``torch.compile`` a call with a cache needs one graph for each number of tokens, and ``where`` must be
+            an index.
         implementation: "mosaic_gpu", "xla", or a tuple of names tried in order. None: the kernels if they support the
             call, else "xla".
         **unknown: an error; the message names the option that may be meant.
 
     Returns:
-        ``[...]`` in nats, or a probability for "tv", at least 0, float32.
+        ``[...]`` float32, at least 0: a divergence in nats, or a probability for "tv".
 
     Raises:
         lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. In the first
-            call of a ``tp_group`` also if ranks have parts of the vocabulary of different sizes or with the same
-            columns, or different tokens or options. In later calls, results and gradients are NaN on all
-            ranks: in rows whose temperatures differ between ranks, and in all rows if the sizes differ.
-        NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. The first
+            call of a ``tp_group`` also raises if the ranks' vocabulary parts differ in size or overlap, or if the
+            ranks' tokens or options differ. In later calls, such a difference gives NaN results and gradients on all
+            ranks: in rows whose temperatures differ, and in all rows if the sizes differ.
+        NotImplementedError: a second derivative, a forward-mode derivative or ``torch.func.vmap`` is requested
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The memory of `lce_jax.linear_kl`, and copies of both hidden states, padded to 128, 512, or the next power of
-        two of tokens from 2048 on (from 32,768 on, also to the numbers halfway between them). Between forward and
-        backward the call saves the operands, six numbers of four bytes per token ("jsd", "tv": eight), the temperatures
-        and the cache. If the call is launched directly (the kernels on a Hopper GPU, without a bias), torch's allocator
-        gives all memory, and a backward without ``retain_graph`` computes in the memory of the cache. Otherwise JAX
-        keeps its own pool of GPU memory (`init`), with the results and gradients.
+        The call takes the memory of `lce_jax.linear_kl`, and copies of both hidden states. The copies are padded to 128
+        or 512 tokens, or to a power of two from 2048 on (from 32,768 on, also to sizes halfway between two powers).
+        Between forward and backward the call saves the operands, six numbers of four bytes per token ("jsd", "tv":
+        eight), the temperatures and the cache. If the call is launched directly (the kernels on a Hopper GPU, without a
+        bias), torch's allocator gives all memory, and a backward without ``retain_graph`` computes in the memory of the
+        cache. Otherwise JAX keeps its own pool of GPU memory (`init`), which also holds the results and gradients.
 
     Numerics:
-        As in `lce_jax.linear_kl`. float32 products are as exact as ``torch.set_float32_matmul_precision`` or torch's
-        ``fp32_precision`` asks.
+        Sums and rounding are those of `lce_jax.linear_kl`. float32 products are as exact as
+        ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` asks.
 
     Example:
         >>> import torch
@@ -179,7 +179,7 @@ def linear_kl(
 
 
 def _select_heads(student: Arguments, teacher: Arguments, wgrad: Wgrad) -> list[Any]:
-    """Returns weight and bias of the student, then of the teacher without a gradient, over their common columns."""
+    """Returns the student's weight and bias, then the teacher's without gradients, all over their common columns."""
     weight = _arguments.prepare_weight(student, wgrad)
     teacher_weight = _arguments.prepare_weight(teacher, "return").detach()
     heads = [weight, student.bias, teacher_weight, None if teacher.bias is None else teacher.bias.detach()]
@@ -190,12 +190,12 @@ def _select_heads(student: Arguments, teacher: Arguments, wgrad: Wgrad) -> list[
 
 
 def _resolve_same(teacher_value: Any, student_value: Any) -> Any:
-    """Returns the teacher's value of an option; the student's for "same"."""
+    """Returns the teacher's value of an option, or the student's value if the teacher's is "same"."""
     return student_value if isinstance(teacher_value, str) and teacher_value == "same" else teacher_value
 
 
 def _resolve_unset(name: str, teacher_value: Any, student_value: float | None, neutral: float | None) -> Any:
-    """Returns the teacher's value of an option; for "unset" the neutral one, if the student has the neutral one too."""
+    """Returns the teacher's value of an option. "unset" gives the neutral value, which the student must have too."""
     if not (isinstance(teacher_value, str) and teacher_value == "unset"):
         return _resolve_same(teacher_value, student_value)
     if student_value != neutral:
@@ -220,7 +220,7 @@ def _check_tokens(hidden: Any, teacher_hidden: Any) -> None:
 def _check_columns(student: Arguments, teacher: Arguments, vocab_size: Any) -> None:
     """Refuses weights with different numbers of rows, unless ``vocab_size`` says which rows count.
 
-    Over a group `_tensor_parallel.check` does this: here a single rank might raise, and the others would wait for it.
+    Over a group, `_tensor_parallel.check` refuses them on all ranks. If one rank raised here, others would wait for it.
     """
     rows, teacher_rows = student.weight.shape[0], teacher.weight.shape[0]
     if rows != teacher_rows and vocab_size is None and student.call.group == _tensor_parallel.NO_GROUP:
@@ -232,7 +232,7 @@ def _check_columns(student: Arguments, teacher: Arguments, vocab_size: Any) -> N
 
 @contextlib.contextmanager
 def _name_teacher_in_errors() -> Iterator[None]:
-    """Makes errors inside name the teacher's arguments."""
+    """Rewords errors that are raised in this context, so that they name the teacher's arguments."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:

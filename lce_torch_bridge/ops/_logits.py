@@ -1,4 +1,4 @@
-"""`linear_logits`, logits at chosen ids without a pass over the vocabulary; `masked_logprobs`, a softmax over them."""
+"""`linear_logits` computes logits at chosen ids, and `masked_logprobs` a softmax over them."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def linear_logits(
             without repetitions (int64 or int32). Other tokens have 0 as results and no gradient, as if all their ids
             were -1, and cost nothing. For a bool tensor, but not for an index, the host waits until the GPU has counted
             it. None: all tokens count.
-        wgrad: "return" returns the weight's gradient to autograd. "main_grad" rounds it to the weight's dtype, adds it
-            to ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
-            ``grad_added_to_main_grad``. Not under ``torch.compile``.
+        wgrad: "return" returns the weight's gradient to autograd. "main_grad" rounds the gradient to the weight's dtype
+            and adds it to ``weight.main_grad``. It also sets ``grad_added_to_main_grad``, as Megatron's
+            gradient-accumulation fusion does. ``torch.compile`` does not support "main_grad".
         implementation: None or "xla": there are no kernels for this function.
         **unknown: an error; the message names the option that may be meant.
 
@@ -71,14 +71,14 @@ def linear_logits(
             call of a ``tp_group`` also raises if the ranks' vocabulary parts differ in size or overlap, or if the
             ranks' tokens or options differ. In later calls, such a difference gives NaN results and gradients on all
             ranks: in rows whose ids or temperatures differ, and in all rows if the sizes differ.
-        NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
+        NotImplementedError: a second derivative, a forward-mode derivative or ``torch.func.vmap`` is requested
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        A few chunks of gathered rows of 32 MiB each, O(T·K), and copies of hidden and dhidden, padded to 128, 512, or a
-        power of two of tokens from 2048 on (from 32,768 on, also to sizes halfway between two powers). The gradient of
-        ``weight`` is as large as the weight.
+        The call holds a few chunks of gathered rows, of 32 MiB each; O(T·K); and copies of hidden and dhidden. The
+        copies are padded to 128 or 512 tokens, or to a power of two from 2048 on (from 32,768 on, also to sizes halfway
+        between two powers). The gradient of ``weight`` is as large as the weight.
 
     Numerics:
         Every sum is float32, and each gradient is rounded once. Two runs are bitwise equal: the gradients of an id that
@@ -115,7 +115,7 @@ def linear_logits(
 
 
 def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> LogprobOutput:
-    """Returns log-probability and entropy of a softmax over a set of ids, such as top-k or top-p sampling leaves.
+    """Returns log-probability and entropy of a softmax over a set of ids, such as the set that top-k sampling leaves.
 
     ``logprobs = z[label] - lse`` with ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, where z are the logits of
     `linear_logits`. The entropy ``-Σ p ln p`` is over the set. This is plain PyTorch, differentiable in ``logits`` any

@@ -1,4 +1,4 @@
-"""`linear_logprobs`: checks and flattens its arguments, and calls the operator."""
+"""`linear_logprobs`, which checks and flattens its arguments, and calls the operator."""
 
 from __future__ import annotations
 
@@ -92,8 +92,9 @@ def linear_logprobs(
         mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient. Label
             smoothing needs it (`linear_cross_entropy`). The kernels do not support it together with a cap.
         candidates: ``[..., K]`` integers of any type, K from 1 to 512: further vocabulary ids of each token, such as a
-            teacher's most likely ones, global even when the vocabulary is split. Their log-probabilities under the full
-            vocabulary are returned too. -1 stands for no id. None: ``.candidate_logprobs`` is None and costs nothing.
+            teacher's most likely ones. The ids are global even when the vocabulary is split. Their log-probabilities
+            under the full vocabulary are returned too. -1 stands for no id. None: ``.candidate_logprobs`` is None and
+            costs nothing.
         where: the tokens that count: a bool tensor of ``labels``' shape, or the row indices of the flattened tokens,
             without repetitions (int64 or int32). Other tokens have 0 as results and no gradient. Time and memory
             decrease with the number of tokens that count, and results of these tokens have the same bits as without
@@ -104,20 +105,20 @@ def linear_logprobs(
         ignore_index: tokens with this label (-100 is PyTorch's) do not count, as with a bool ``where``. The host waits
             until the GPU has counted them. None: all tokens count, even those with a label outside the vocabulary.
         out_of_vocab: the logprob of a label outside the vocabulary (negative, -100, ≥ vocab_size): 0 with "zero",
-            ``max_logit - lse`` with "megatron", as in Megatron's cross entropy. In both cases its gradient is the
-            gradient of ``-lse``, as in Megatron.
+            ``max_logit - lse`` with "megatron", as in Megatron's cross entropy. In both cases the logprob's gradient is
+            that of ``-lse``, as in Megatron.
         reduce_grad_hidden: True sums dhidden, the gradient of ``hidden``, over ``tp_group`` in float32, and rounds the
             sum once. Use it for tensor parallelism without sequence parallelism, where no later step sums dhidden.
             False: each rank's dhidden is its own term of the sum.
         wgrad: "return" returns the weight's gradient to autograd. "main_grad" adds it to ``weight.main_grad``, as
             Megatron's gradient-accumulation fusion does, and sets ``grad_added_to_main_grad``. A call that is launched
             directly (see `explain`) adds unrounded products if ``main_grad`` is float32, contiguous and aligned to 16
-            bytes and autocast does not cast the weight. Otherwise the gradient is rounded to the weight's dtype before
-            it is added. Not under ``torch.compile``.
-        cache_bytes: bytes that the forward may cache, so that the backward recomputes less. 0: no cache. None: 1 GiB on
-            a GPU if a gradient is requested; otherwise, in a traced call, and with ``gradient_threshold`` or
-            ``vocab_part_size``, 0 (`explain` shows the value). A non-reentrant activation checkpoint drops the cache
-            until it runs the forward again. A forward with a cache processes all tokens at once. If JAX runs this
+            bytes, and if autocast does not cast the weight. Otherwise the gradient is rounded to the weight's dtype
+            before it is added. ``torch.compile`` does not support "main_grad".
+        cache_bytes: the bytes that the forward may cache, so that the backward recomputes less. 0: no cache. None: 1
+            GiB on a GPU if a gradient is requested, else 0; in a traced call and with ``gradient_threshold`` or
+            ``vocab_part_size``, always 0. `explain` shows the value. A non-reentrant activation checkpoint drops the
+            cache until it runs the forward again. A forward with a cache processes all tokens at once. If JAX runs this
             forward, results may differ in the last bits from results without a cache. Under ``torch.compile`` a call
             with a cache needs one graph for each number of tokens, and ``where`` must be an index.
         gradient_threshold: a number in [0, 1). A tile (128 tokens by 256 vocabulary columns) is left out of the
@@ -129,21 +130,23 @@ def linear_logprobs(
             kernels' tiles start again at each part's first column, so calls that are launched directly (see `explain`)
             have the same bits for any number of ranks. Pass the number of rows of the smallest shard over all
             ``tp_group`` sizes that you use. Shards must consist of full parts; only a vocabulary that is not split may
-            end inside a part. Not with ``cache_bytes`` or ``gradient_threshold``. None: each rank's rows are one part.
+            end inside a part. This option is an error with ``cache_bytes`` or ``gradient_threshold``. None: each rank's
+            rows are one part.
         logit_floor: a number f, or a float tensor that broadcasts to ``labels``, in logits. The distribution is then
             over a set: the label and all vocabulary tokens v with ``z[v] >= f``, such as those that top-k, top-p or
             min-p sampling leaves. -inf leaves all tokens. Gradients are 0 outside of the set, and ``stats=True`` fills
             ``support``, the size of the set. A row whose set is empty (its label is out of vocabulary too) has outputs
-            and gradients of 0. If the host can read the floor, a NaN raises; otherwise its row returns NaN. Not with
-            ``candidates`` or ``mean_logit``. It has no gradient. `lce_jax.floors` computes floors. None: no floor.
+            and gradients of 0. If the host can read the floor, a NaN raises; otherwise its row returns NaN. The floor
+            has no gradient, and is an error with ``candidates`` or ``mean_logit``. `lce_jax.floors` computes floors.
+            None: no floor.
         implementation: "mosaic_gpu" (kernels for NVIDIA GPUs), "xla" (every device), or a tuple of both, tried in
             order. None: the best one that supports the call.
         lora: ``(A, B, scale)``, an adapter of a weight that requires no gradient: A ``[r, H]`` and B ``[V, r]`` as in
             PEFT's ``lora_A.weight`` and ``lora_B.weight``; scale is a number. The products are ``hidden · weightᵀ + u ·
             Bᵀ`` with ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient. A and B have gradients
             in their own dtypes. ``scale · A``, B and u are rounded to the weight's dtype, r is padded to a multiple of
-            64, and hidden and u are copied into one tensor. Not with ``bias``, ``tp_group`` or ``wgrad="main_grad"``.
-            None: no adapter.
+            64, and hidden and u are copied into one tensor. An adapter is an error with ``bias``, ``tp_group`` or
+            ``wgrad="main_grad"``. None: no adapter.
         **unknown: an error; the message names the option that may be meant.
 
     Returns:
@@ -158,26 +161,26 @@ def linear_logprobs(
             options on the ranks raise in the group's first call, in the first call of each function, and whenever the
             options are new on every rank. If one rank repeats options while another has new ones, the difference is not
             noticed.
-        NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
+        NotImplementedError: a second derivative, a forward-mode derivative or ``torch.func.vmap`` is requested
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: under CUDA graph capture, unless the call is launched directly (`explain`) and has run before with
             tensors of these shapes; in a forked child of a process that has used JAX; if ``weight`` or ``hidden`` was
             changed in place between forward and backward; if the memory of a tensor was freed, as FSDP and ZeRO free
             parameters that are not in use; if two threads differentiate one graph, unless both use ``retain_graph``.
         RuntimeWarning: no label that counts lies in the vocabulary. Labels are checked only if they can be read without
-            waiting: on the CPU, and outside of a trace. If all are -100, they are padding, and nothing warns.
+            waiting: on the CPU, and outside of a trace. Labels that are all -100 are padding, and do not warn.
 
     Memory:
         The forward holds a tile of logits and two copies of the hidden states of 8192 tokens. A call of exactly 4096 or
         8192 tokens that is launched directly without ``tp_group`` makes no copies. Between forward and backward the
         call saves the operands (for a DTensor, the gathered tensor), four to six values of four bytes per token, two
-        more per candidate, and the cache. Besides the gradients, the backward holds a tile of logits and dhidden in
+        more per candidate, and the cache. Besides the gradients, the backward holds a tile of logits, and dhidden in
         float32. If the number of tokens is not a power of two, it also holds copies of hidden and dhidden, padded to
         128, 512, or a power of two from 2048 on (from 32,768 on, also to sizes halfway between two powers). If the call
         is launched directly, all memory comes from torch's allocator, and a backward without ``retain_graph`` computes
         in the memory of the cache. Otherwise JAX keeps its own pool of GPU memory (`init`), which also holds the
         gradients. Before JAX reuses the memory of a gradient that torch has dropped, this function waits for the
-        streams that may still read the gradient; JAX code of your own does not.
+        streams that may still read the gradient; JAX code of your own does not wait.
 
     DTensors:
         ``weight`` and ``bias`` are gathered in their own dtypes over all dimensions of their mesh except the dimension

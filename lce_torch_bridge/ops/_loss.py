@@ -23,7 +23,7 @@ from lce_torch_bridge.tensors._weight import check_main_grad
 if TYPE_CHECKING:
     from lce_torch_bridge._types import PerhapsWithoutEntropy
 
-CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
+CHUNK_BYTES = 1400 << 20  # 4096 tokens at a vocabulary of 151,936
 NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"
 NO_CACHE = "linear_loss saves no cache for a backward pass; chunk_bytes limits the bytes of one chunk"
 NO_PARTS = "linear_loss caches exponentials of the forward's tiles, which a backward cannot use with vocabulary parts"
@@ -60,7 +60,7 @@ def linear_loss(
     chunk_bytes: int | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, LogprobOutput]:
-    """Returns Σ loss_fn(logprob, entropy, lse, …) over the tokens; the forward also computes its gradients.
+    """Returns Σ loss_fn(logprob, entropy, lse, …) over the tokens; the forward also computes the sum's gradients.
 
     The derivative of a per-token loss can be computed as soon as the token's results are known. So a differentiated
     call computes results, losses and gradients together, one chunk of tokens after another. It recomputes nothing, and
@@ -69,15 +69,15 @@ def linear_loss(
 
     Args:
         hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
-        loss_fn: a function ``loss_fn(logprobs, entropy, lse, *per_token)`` of a chunk's tokens, ``[t]`` each;
-            ``entropy`` is None with ``entropy=False``. It is differentiable PyTorch code that returns ``[t]`` losses.
-            Each loss must depend only on the values of its own token, because chunks may end at any token. loss_fn may
-            close over numbers and over tensors without a gradient. Compute a loss that mixes tokens, such as GSPO's
-            with a sequence's mean, from the results of `linear_logprobs` with `lce_torch_bridge.rows.segment_mean`.
-            This is checked when a function is new: its losses of up to 16 tokens are computed in one call and again in
-            two parts, and a difference raises. A function is new if its code, or a name, flag or function that it
-            closes over, has not been seen. The check leaves torch's random state unchanged, and skips functions that
-            draw random numbers or return other losses when called again.
+        loss_fn: a function ``loss_fn(logprobs, entropy, lse, *per_token)`` of results of a chunk's tokens, ``[t]``
+            each; ``entropy`` is None with ``entropy=False``. It is differentiable PyTorch code that returns ``[t]``
+            losses. Each loss must depend only on the values of its own token, because chunks may end at any token.
+            loss_fn may close over numbers and over tensors without a gradient. Compute a loss that mixes tokens, such
+            as GSPO's with a sequence's mean, from the results of `linear_logprobs` with
+            `lce_torch_bridge.rows.segment_mean`. A new function is tested: its losses of up to 16 tokens are computed
+            in one call and again in two parts, and a difference raises. A function is new if its code, or a name, flag
+            or function that it closes over, has not been seen. The test leaves torch's random state unchanged, and
+            skips functions that draw random numbers or return other losses when called again.
         per_token: further arguments of ``loss_fn``. If you pass them by name, such as ``advantage=...``, unknown and
             missing names are errors. Each is a tensor of shape (), or one whose shape begins with labels' shape, where
             1 may replace a size (``[b, 1]`` for one value per sequence). Tensors that require a gradient get one.
@@ -93,9 +93,10 @@ def linear_loss(
             one. If they differ by at most a relative 1e-6, as another order of the same products would cause, the
             backward scales the gradients that it returns, but not what is already in ``main_grad``. None: any
             cotangent.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, not counting the float32 sum of
-            dweight; a chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
-            tokens are one chunk if this takes no more memory than several chunks and their sum. None: 1400 MiB.
+        chunk_bytes: the bytes that the exponentials of one chunk of tokens may take. They do not include the float32
+            sum of dweight, the gradient of ``weight``. A chunk has at least 128 tokens. Fewer chunks are faster,
+            because each chunk adds to that sum. All tokens form one chunk if this takes no more memory than several
+            chunks and the sum. None: 1400 MiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold``, ``logit_floor``,
             ``implementation`` and ``lora``, as in `linear_logprobs`. All other names are arguments of ``loss_fn``.
@@ -105,19 +106,20 @@ def linear_loss(
 
     Raises:
         lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. Also if
-            loss_fn does not return one floating-point value per token, mixes tokens, or closes over a tensor that
-            requires a gradient. The backward raises if the actual cotangent is not ``cotangent``.
-        Exception: any exception of loss_fn. If gradients have already been added to ``weight.main_grad``, a note on the
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. They are
+            also raised if loss_fn does not return one floating-point value per token, mixes tokens, or closes over a
+            tensor that requires a gradient. The backward raises if the actual cotangent is not ``cotangent``.
+        Exception: loss_fn raised it. If gradients have already been added to ``weight.main_grad``, a note on the
             exception says for how many tokens.
         NotImplementedError: with ``create_graph=True``, inside a transform of ``torch.func``, and for tensors without
             values (meta, fake).
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        A differentiated call holds ``chunk_bytes``, O(T), and the gradients, which exist from the forward on. Several
-        chunks also take a float32 dweight of V·H·4 bytes. With ``cotangent`` and ``wgrad="main_grad"``, dweight takes
-        no memory of its own if ``main_grad`` is float32 and the kernels are launched directly (see `explain`).
+        A differentiated call holds exponentials of ``chunk_bytes``, O(T), and the gradients, which exist from the
+        forward on. Several chunks also take a float32 dweight of V·H·4 bytes. With ``cotangent`` and
+        ``wgrad="main_grad"``, dweight takes no memory of its own if ``main_grad`` is float32 and the kernels are
+        launched directly (see `explain`).
 
     Numerics:
         With several chunks, dweight is summed in float32, multiplied by the sum's cotangent (1/n for a mean) and
@@ -199,7 +201,7 @@ def _make_error(
 ) -> ValueError:
     """Returns the error for a ``loss_fn`` that mixes tokens.
 
-    ``is_in_main_grad``: whether the forward has added gradients to ``weight.main_grad``.
+    ``is_in_main_grad`` says whether the forward has added gradients to ``weight.main_grad``.
     """
     mask = "where"
     if where is not None and where.dtype != torch.bool:
@@ -251,15 +253,15 @@ def resolve_chunk_bytes(chunk_bytes: int | None) -> int:
 
 
 def choose_chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: TorchCall) -> int:
-    """Returns the number of tokens in a chunk: as many as fit.
+    """Returns the number of tokens in a chunk: the largest number that fits.
 
     The products take the same time for chunks of any size, but each chunk also reads and writes the float32 sum of
     dweight, so fewer chunks are faster. More bytes never make more chunks.
 
-    A single chunk needs no float32 sum: it computes dweight, which is smaller, from the cached exponentials. So all
-    tokens are one chunk if their exponentials take at most ``chunk_bytes`` plus the bytes that the sum would take
-    beyond dweight. This is faster and takes less memory. The extra bytes are not granted if a sum is needed anyway, if
-    no exponentials are cached, or on a CPU, where exponentials are float32.
+    A single chunk needs no float32 sum. It computes dweight itself, which is smaller than the sum, from the cached
+    exponentials. So all tokens are one chunk if their exponentials take at most ``chunk_bytes`` plus the bytes that the
+    sum would take beyond dweight. This is faster and takes less memory. The extra bytes are not granted if a sum is
+    needed anyway, if no exponentials are cached, or on a CPU, where exponentials are float32.
     """
     on_cpu, max_bytes = weight.device.type == "cpu", resolve_chunk_bytes(chunk_bytes)
     row_bytes = weight.shape[0] * (4 if on_cpu else weight.element_size())

@@ -22,7 +22,7 @@ import torch
 from lce_torch_bridge.tensors import _device
 
 MOST = 16  # how many tokens are compared: pairs of neighbours, spread over the call
-FIRST = 3  # the number of tokens in the first part; odd, so that it divides a pair
+FIRST = 3  # the number of tokens in the first part; odd, so that the parts divide a pair
 MOVE = 3.0  # nats; the largest change of results
 CLOSE = 2.0**-6  # relative: bfloat16 products in loss_fn may round differently for other numbers of tokens
 MOST_KNOWN = 1024  # how many functions are remembered
@@ -65,14 +65,14 @@ def refuse_mixed_tokens(
 def _compare(
     token_losses: TokenLosses, draws_numbers: Callable[[], bool], refusal: Callable[[str], ValueError]
 ) -> bool | torch.Tensor:
-    """Compares losses. Returns whether this was conclusive: not if all losses are 0, such as if all advantages are."""
+    """Compares losses. Returns whether the comparison was conclusive: it is not if all losses are 0."""
     for compute in (token_losses.split_tokens, token_losses.move_other_tokens):
         try:
             together, apart, change = compute()
             differs = _differ(together, apart)
             # The host waits here.
             repeats = not draws_numbers() and (not differs.any() or _are_same(compute(), (together, apart)))
-        except Exception:  # such as a loss_fn that reshapes tokens, or closes over a tensor of all tokens
+        except Exception:  # loss_fn may reshape tokens, or close over a tensor of all tokens
             continue
         if not repeats:
             return True
@@ -83,12 +83,12 @@ def _compare(
     return True
 
 
-type Compared = tuple[torch.Tensor, torch.Tensor, str]  # losses, the same computed again, and how
+type Compared = tuple[torch.Tensor, torch.Tensor, str]  # losses, the same losses computed again, and how they were
 
 
 @dataclasses.dataclass
 class TokenLosses:
-    """Recomputes losses of some tokens of a call, under changed conditions."""
+    """Recomputes the losses of some of a call's tokens, in parts or with changed values."""
 
     compute: Callable[..., torch.Tensor]  # takes a dict of results, and per-token arguments
     fields: Mapping[str, torch.Tensor]  # [T]
@@ -193,6 +193,6 @@ def _make_key_part(x: Any, seen: set[int]) -> Hashable:
             [x.func, *x.args, *x.keywords.values()] if isinstance(x, functools.partial) else [x.__func__, x.__self__]
         )
         return type(x), *[_make_key_part(part, seen) for part in parts]
-    # An object, such as a module or a configuration: only its direct attributes.
+    # Of an object, such as a module or a configuration, only the direct attributes count.
     attributes = x.values() if isinstance(x, dict) else getattr(x, "__dict__", {}).values()
     return type(x), *[y for y in attributes if isinstance(y, NAMES)]

@@ -69,9 +69,9 @@ def linear_topk(
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The logits of one chunk of tokens (160 MiB or 256 tokens, whichever is more; on a CPU 32 MiB or 128 tokens),
-        O(T·k), and a copy of hidden, padded to 128, 512, or a power of two of tokens from 2048 on (from 32,768 on, also
-        to sizes halfway between two powers).
+        The call holds the logits of one chunk of tokens (160 MiB or 256 tokens, whichever is more; on a CPU 32 MiB or
+        128 tokens), O(T·k), and a copy of hidden. The copy is padded to 128 or 512 tokens, or to a power of two from
+        2048 on (from 32,768 on, also to sizes halfway between two powers).
 
     Numerics:
         float32 products are as exact as ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` asks. With

@@ -120,7 +120,7 @@ def check_readable(name: str, x: Any) -> Any:
 
 
 def _freed_by(x: torch.Tensor) -> str:
-    """Says how a tensor lost its memory. A parameter that ZeRO-3 has partitioned has special attributes."""
+    """Says how a tensor lost its memory. Parameters that ZeRO-3 has partitioned have ``ds_`` attributes."""
     full_shape = getattr(x, "ds_shape", None)
     if full_shape is None:
         return "freed"
@@ -128,7 +128,7 @@ def _freed_by(x: torch.Tensor) -> str:
 
 
 def is_readable(x: Any) -> bool:
-    """Whether ``x`` can skip `check_readable`, by a fast test. True for nested tensors. Not for torch.compile."""
+    """Tests quickly whether ``x`` can skip `check_readable`. True for nested tensors. torch.compile cannot trace it."""
     if type(x) not in PLAIN:
         return False
     try:
@@ -284,7 +284,7 @@ def _find_fsdp2_module(weight: torch.Tensor) -> Any:
 
 
 _distributed: Any = getattr(torch.distributed, "distributed_c10d", None)
-group_of: Any = getattr(_distributed, "_resolve_process_group", None)  # by its name
+group_of: Any = getattr(_distributed, "_resolve_process_group", None)  # finds a process group by its name
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream)

@@ -2,9 +2,10 @@
 
 The forward through JAX processes the tokens in pieces of `FORWARD_ROWS` rows, the last piece padded, so it needs one
 program. The backward processes all tokens at once, because dweight is a sum over all tokens that is rounded once. Its
-sizes are 128, 512, powers of two from 2,048 on, and from 32,768 on also the sizes half-way between powers: 6 programs
-up to 16,384 tokens and 11 up to 131,072. The same sizes apply to a forward that saves a cache, which also processes all
-tokens at once, and to kernels that are launched directly (`launched_directly`), which do not read padding.
+sizes are 128, 512, powers of two from 2,048 on, and from 32,768 on also the sizes halfway between powers. That makes 6
+programs for up to 16,384 tokens, and 11 for up to 131,072. The same sizes apply to a forward that saves a cache, which
+also processes all tokens at once, and to kernels that are launched directly (`launched_directly`), which do not read
+padding.
 
 Programs skip blocks of padding. Padding takes at most as much memory as the rows; for 32,768 rows or more, at most half
 as much.
@@ -92,7 +93,8 @@ def candidate_ids(candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def pack_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Packs n and ``x [n, K]``, padded to ``rows`` rows, into one flat tensor ``[1 + rows K]``.
 
-    It is one tensor, because each tensor that is passed to JAX takes time on the host. torch owns it, in stream order.
+    The result is one tensor, because each tensor that is passed to JAX takes time on the host. torch owns its memory,
+    in stream order.
 
     Example:
         >>> import torch

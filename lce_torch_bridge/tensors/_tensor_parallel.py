@@ -29,7 +29,7 @@ from lce_torch_bridge.tensors import _device
 NO_GROUP = ""  # stands for the name of a group if there is none
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.14
 SAMPLE = 16, 64  # how many rows of hidden or of a weight a first call compares, and how many elements of each row
-APART = 0.25  # of a row's norm: rounding differs by a hundredth of the norm, other tokens by more than this
+APART = 0.25  # of a row's norm: rounding changes a row by a hundredth of the norm, another token by more than this
 WHICH_GROUP = (
     "tp_group must be the group that splits the vocabulary, whose ranks hold the same tokens, and not that of data or "
     "context parallelism, nor all ranks; leave it out if each rank has the full weight"
@@ -39,7 +39,7 @@ WHICH_GROUP = (
 _compared_heads: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # For each group, the kinds of calls whose options its ranks have compared.
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-NAMES = {  # of options, for fields of a call that have another name
+NAMES = {  # the options' names, for fields of a call that have other names
     "requested": "implementation",
     "top_k": "k",
     "metric_entropy": 'entropy="metric"',
@@ -144,7 +144,7 @@ def compare_options(call: TorchCall, device: torch.device, **others: object) -> 
     kind, seen = call.exchanged, _compared.setdefault(_resolve(call.group), set())
     if (kind, *others.values()) in seen:
         return
-    # Without vocab_size, which tags compare, and cache_bytes, which may differ between ranks.
+    # vocab_size is left out because tags compare it, and cache_bytes because it may differ between ranks.
     options = call.options | {"group": "", "vocab_size": 0, "cache_bytes": 0} | others
     numbers = gather(torch.tensor([compute_checksum(options)], dtype=torch.int32, device=device), call.group)
     if len(set(numbers.flatten().tolist())) > 1:
@@ -173,7 +173,7 @@ def _refuse_other_options(options: dict[str, object], name: str, device: torch.d
 
 
 def _take_sample(x: torch.Tensor, rows: torch.Tensor | None, count: int) -> torch.Tensor:
-    """Returns `SAMPLE` elements in float32, of the first ``count`` rows or of the ``count`` rows in ``rows``."""
+    """Returns a float32 sample of shape `SAMPLE`, from the first ``count`` rows or the ``count`` rows in ``rows``."""
     if count == 0:
         return torch.zeros(SAMPLE, device=x.device)
     row, column = (
@@ -207,8 +207,8 @@ def _refuse_equal_parts(bits: torch.Tensor, size: int, beyond: int) -> None:
     """Raises if two of N ranks have the same rows of weight, according to the samples ``bits`` ``[N, *SAMPLE]``.
 
     Two cases are legitimate. Parts may be equal if all their rows are the same, such as zeros. And the vocabulary
-    itself has equal parts if a quarter of the ids lie beyond the distinct parts alone; ``beyond`` counts the parts
-    below these ids.
+    itself may have equal parts. It does if the distinct parts alone are too small for a quarter of the ids; ``beyond``
+    counts the parts below these ids.
     """
     vary = (bits != bits[:, :1]).flatten(1).any(1).tolist()
     pairs = itertools.combinations(range(len(bits)), 2)
@@ -224,7 +224,7 @@ def _refuse_equal_parts(bits: torch.Tensor, size: int, beyond: int) -> None:
 
 
 def _refuse_different_tokens(tokens: list[int], hidden: torch.Tensor) -> None:
-    """Raises if most rows of ``hidden`` ``[N, *SAMPLE]`` differ by more than rounding. A few may be padding."""
+    """Raises if most rows of ``hidden`` ``[N, *SAMPLE]`` differ by more than rounding. A few rows may be padding."""
     if len(set(tokens)) > 1:
         raise ValueError(f"the ranks of tp_group pass {', '.join(map(str, tokens))} tokens. {WHICH_GROUP}")
     norms = hidden.norm(dim=2)

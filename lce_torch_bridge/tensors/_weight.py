@@ -30,8 +30,8 @@ def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
 
     The backward follows Megatron's fused layers: it sets ``grad_added_to_main_grad`` if the weight has that attribute,
     and returns a placeholder for the gradient to autograd. The placeholder's values are zero with ``zero_out_wgrad``
-    and arbitrary without. If a kernel has already added the gradient, the placeholder is an empty sparse tensor: zeros
-    without memory.
+    and arbitrary without it. If a kernel has already added the gradient, the placeholder is an empty sparse tensor:
+    zeros without memory.
     """
     main_grad = check_main_grad(weight)
     return weight if main_grad is None else _AccumulateIntoMainGrad.apply(weight, main_grad)
@@ -115,7 +115,7 @@ def refuse_partitioned(node: Any, edge: int) -> None:
     ``edge`` is the weight's index among the tensors of the Function whose ``ctx`` is ``node``.
 
     Raises:
-        RuntimeError: as in `check_readable`.
+        RuntimeError: the weight is partitioned; the message says what to do.
     """
     next_node, _ = node.next_functions[edge]
     parameter = getattr(next_node, "variable", None)
@@ -128,7 +128,7 @@ class _AccumulateIntoMainGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-        # Without save_for_backward, because other micro-batches may change both in place before this backward.
+        # save_for_backward is not used, because other micro-batches may change both in place before this backward.
         ctx.weight, ctx.main_grad = weight, main_grad
         return weight.detach()  # shares memory and version, so that autograd still notices changes in place
 

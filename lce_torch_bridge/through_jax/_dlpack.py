@@ -5,7 +5,7 @@ Tensor and array share their memory, in stream order, without waiting for a GPU.
 * Import a tensor anew for every call, and keep no JAX array over torch's memory: torch may free, move or refill it.
 * Export at least one output of every program that reads torch's memory. The export makes torch's stream wait for the
   program. Without it, a write in place right after the call overwrites what the program still reads.
-* Do not donate an imported buffer, because it is torch's.
+* Do not donate an imported buffer, because it belongs to torch.
 
 JAX reuses an array's memory as soon as nothing holds the array, even if torch's streams have yet to read it. So this
 module holds each array that JAX lends to torch on a GPU until torch has dropped the tensor. The memory goes back to JAX
@@ -38,8 +38,8 @@ def to_jax(x: torch.Tensor, *, wait: bool = True) -> jax.Array:
     """Returns ``x`` as a JAX array over the same memory, or over a copy if XLA cannot use its layout.
 
     The program that takes the array waits for everything queued on torch's stream so far. Each wait takes time on the
-    host. With ``wait=False``, another array of the same program must wait, and the program must use that array
-    (``jax.jit`` drops unused arrays).
+    host. With ``wait=False``, the import of another array of the same program must wait, and the program must use that
+    array (``jax.jit`` drops unused arrays).
 
     Raises:
         TypeError: JAX would convert the dtype: int64 wraps modulo 2³², float64 loses half its digits.

@@ -101,14 +101,14 @@ def _merge_ranks(packed: torch.Tensor, start: int, tags: torch.Tensor, call: Tor
     """Returns the results for the k largest logits of all ranks, from one all-gather of 2k + 2 values per token."""
     k = call.jax.top_k
     ids, floats = packed[:, :k], packed[:, k:].view(torch.float32)
-    ids = torch.where(floats[:, :k] == -torch.inf, 2**31 - 1, ids + start)  # after all others
+    ids = torch.where(floats[:, :k] == -torch.inf, 2**31 - 1, ids + start)  # sorted after all other ids
     all_ranks = _tensor_parallel.gather(torch.cat([ids, packed[:, k:], tags], 1), call.group)  # [N, T, 2k + 2]
     tags, floats = all_ranks[..., -1], all_ranks[..., k:-1].contiguous().view(torch.float32)
     highest = floats[..., :k].amax(2)  # [N, T]
     largest = highest.amax(0)
-    # Relative to the largest logit, because the rounding of an lse of 2²⁰ would be an error of every log-probability.
+    # The sum is relative to the largest logit, because rounding an lse of 2²⁰ would change every log-probability.
     log_sumexp = (highest - largest + floats[..., k]).logsumexp(0)
-    log_sumexp = log_sumexp.where((tags == tags[0]).all(0), torch.nan)  # as in `through_jax._logprobs.results`
+    log_sumexp = log_sumexp.where((tags == tags[0]).all(0), torch.nan)  # NaN where ranks differ
     lse = largest + log_sumexp
     ids, z = all_ranks[..., :k].transpose(0, 1).flatten(1), floats[..., :k].transpose(0, 1).flatten(1)  # [T, N k]
     by_id = ids.argsort(1)
@@ -141,7 +141,7 @@ def _run_padded(run: Any, x: Tensors, per_token: torch.Tensor) -> list[torch.Ten
 
 
 def compute_logits(key: ProgramKey, hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
-    """Returns logits ``[P, K]``. With a group, two more columns have this shard's `_local.difference_terms`."""
+    """Returns logits ``[P, K]``. With a group, two more columns show whether the shards' tokens differ."""
     num_rows, rows = unpack_rows(per_token, hidden.shape[0])
     columns, _, options = _unpack_tokens(key, rows, num_rows, weight, num_cotangents=0)
     logits = lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
@@ -196,7 +196,7 @@ def _unpack_tokens(
 def compute_topk(key: ProgramKey, has_temperature: bool, hidden: Any, weight: Any, bias: Any, per_token: Any) -> Any:
     """Returns ``[P, 2k + 1]`` bits: ids in the shard, log-probabilities and lse.
 
-    If there are several shards, they are: ids, logits, and ln Σ e^u relative to the largest logit.
+    With several shards, they are ids, logits, and ln Σ exp(logits) relative to the largest logit.
     """
     call, (rows, columns) = key.call.jax, (hidden.shape[0], weight.shape[0])
     columns = min(max(call.vocab_size - key.shard * columns, 0), columns)  # without padding

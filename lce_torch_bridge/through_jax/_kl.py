@@ -8,10 +8,11 @@
 
 `operators._operators` calls `forward`, `make_empty` and `gradients`.
 
-The operands are hidden, weight and bias of the student, then of the teacher. ``tokens`` has the temperatures. S is the
-merged statistics and, of a mixture, its sums. The last row of a shard's statistics holds the tokens' tags, which must
-be the same on all shards. Over a group, one all-gather of seven numbers per token collects the shards' statistics, and
-for a mixture another one of two numbers collects their sums. All ranks merge them in the same way.
+The operands are hidden, weight and bias of the student, then of the teacher. ``tokens`` has the temperatures. S stands
+for the merged statistics and, for a mixture (the ``m`` of "jsd" and "tv"), its sums. The last row of a shard's
+statistics holds the tokens' tags, which must be the same on all shards. Over a group, one all-gather of seven numbers
+per token collects the shards' statistics, and for a mixture another one of two numbers collects their sums. All ranks
+merge them in the same way.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def _unpack(key: ProgramKey, inputs: Any) -> _Unpacked:
     rows, call = hidden.shape[0], key.call
     num_rows, bits = unpack_rows(tokens, rows)
     columns, size = lax.bitcast_convert_type(bits, jnp.float32), weight.shape[0]
-    # Weights with different numbers of rows: parts of a group are uneven, and all results are NaN (`finish`).
+    # If the weights have different numbers of rows, the group's parts are uneven, and `finish` makes all results NaN.
     least = min(size, teacher_weight.shape[0])
     (weight, bias), (teacher_weight, teacher_bias) = (
         (w[:least], None if b is None else b[:least]) for w, b in ((weight, bias), (teacher_weight, teacher_bias))

@@ -8,9 +8,9 @@
 `operators._operators` calls `forward`, `make_empty` and `gradients`.
 
 ``tokens`` has two columns for the halves of each int64 label, then, if they were passed, one for the temperature, one
-for the floor, and K for candidates. The saved values S are the label, the temperature, floor and candidates that were
-passed, and the merged statistics. `pull_back` gets the columns of S and of the cotangents. An array [P, K] takes K rows
-of a packed array.
+for the floor, and K for candidates. The saved values S are the label; the temperature, floor and candidates if they
+were passed; and the merged statistics. `pull_back` gets the columns of S and of the cotangents. An array [P, K] takes K
+rows of a packed array.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, p
 
 
 def forward(x: Tensors, call: TorchCall, keep_cache: bool, lend_cache: bool) -> list[Any]:
-    """Returns the same as `operators._operators.run_forward`."""
+    """Returns the results, the saved values and the cache, as `operators._operators.run_forward` does."""
     tokens, key, fields = x.labels.shape[0], make_key(call, x.weight), call.fields
     # The backward processes all tokens at once, so one cache must hold all of them.
     pieces = _padding.pieces(tokens, at_once=keep_cache)
@@ -128,7 +128,7 @@ def gradients(
     call: TorchCall,
     sums: Sums,
 ) -> list[torch.Tensor]:
-    """Returns the same as `operators._operators.run_backward`."""
+    """Returns the requested gradients, as `operators._operators.run_backward` does."""
     (hidden, weight, bias, *_), (saved, *cache) = x, list[Any](residuals)
     rows, key = _padding.size(hidden.shape[0]), make_key(call, weight)
     tree = None
@@ -276,7 +276,8 @@ def _compute_results(
     parts = _local.unpack(gathered, key.call.jax.statistics)
     merged, (out, mean) = _local.results(parts, jnp.where(outside, -1, labels), where, temperature, **logit_options)
     if megatron:
-        # Megatron subtracts the maximum, and uses 0 as the label's logit: -ln Σ e^(z - max), which is max - lse.
+        # Megatron subtracts the maximum, then uses 0 as the label's logit. The logprob is -ln Σ e^(z - max) = max -
+        # lse.
         sumexp = jnp.where(merged.sumexp == 0, 1.0, merged.sumexp)  # 0 if no logit reaches the floor
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
     by_name = out._asdict() | {"mean_logit": mean}

@@ -1,11 +1,11 @@
-"""What all functions' programs share: building them, running them on torch's tensors, tags, and sums of dweight.
+"""What the programs of all functions share: how to build and run them on torch's tensors, tags, sums of dweight.
 
 A program is compiled by `build_program` from a step, a Python function ``step(key, *static, *arrays)`` that calls
 `lce_jax`.
 
 P is the number of rows of a program. The number of rows that count is an operand, so that one program works for many
 numbers of tokens. Passing an array between the libraries takes as much host time as many kernels. So all per-token
-values are passed as one int32 array, floats as their bits, in the layout of `tensors._padding.pack_rows`.
+values are passed as one int32 array, with floats as their bits, in the layout of `tensors._padding.pack_rows`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ProgramKey(NamedTuple):
     precision: str | None  # of float32 products
 
     def part(self, rows: int) -> tuple[int, int | None]:
-        """Returns the global id of the shard's first column, and the true vocabulary size or None without padding."""
+        """Returns the first column's global id, and the true vocabulary size, which is None if nothing is padded."""
         vocab_size = self.call.jax.vocab_size
         return self.shard * rows, vocab_size if vocab_size < self.shards * rows else None
 
@@ -62,7 +62,8 @@ def find_precision(weight: torch.Tensor) -> str | None:
     """Returns the ``precision`` of `lce_jax` that makes float32 products as exact as torch's settings require."""
     if weight.dtype != torch.float32:
         return None
-    # This has the setting of every torch function. torch.get_float32_matmul_precision raises if a newer one was used.
+    # This has the precision, whichever torch function has set it. torch.get_float32_matmul_precision raises if a newer
+    # function has.
     products: Any = torch.backends.cuda.matmul if weight.is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     return "highest" if products.fp32_precision in ("none", "ieee") else None
 
@@ -99,7 +100,7 @@ def append_tags(packed: Any, tags: Any) -> Any:
 
 
 def check_tags(gathered: Any) -> tuple[Any, Any]:
-    """Removes the tags that `append_tags` added. Returns the rest, NaN where tags differ, and where they agree."""
+    """Removes the tags that `append_tags` added. Returns the rest, NaN where tags differ, and a mask of equal tags."""
     tags = lax.bitcast_convert_type(gathered[:, -1], jnp.int32)
     agree = (tags == tags[:1]).all(0)
     return jnp.where(agree, gathered[:, :-1], jnp.nan), agree
@@ -114,7 +115,7 @@ def run(function: Callable[..., Any], *calls: Inputs, waits: int = WAITS, lend: 
     """Runs a jitted function on the inputs of each of ``calls``, which have the same shapes. Returns flat results.
 
     The first input must be a tensor on the device of all inputs. ``waits`` is the index of an input that the function
-    certainly uses, whose import waits for torch's stream. With ``lend=False`` only the first result is a tensor; the
+    certainly uses; its import waits for torch's stream. With ``lend=False`` only the first result is a tensor; the
     others are JAX's arrays.
     """
     arrays: dict[int, jax.Array] = {}
@@ -174,7 +175,7 @@ class DweightSum:
         return self._tensor is not None and self._tensor is self._target
 
     def mul_(self, factor: torch.Tensor) -> None:
-        """Multiplies the sum so far in place. Not for a sum that is in ``target``."""
+        """Multiplies the sum so far, in place. Call this only if the sum is not in ``target``."""
         if self._array is not None:
             with runtime.enter_device(factor):
                 self._array, used = _multiply(self._array, to_jax(factor))

@@ -2,7 +2,7 @@
 
 `start` starts JAX before the first call. `init` starts it earlier, with options. `release` gives JAX's memory back to
 the driver, for example between training and generation: JAX's clients end, and the next call makes new ones. Importing
-this module changes nothing: the environment variables that JAX reads are set when it starts. `enter_device` surrounds
+this module changes nothing: the environment variables that JAX reads are set when JAX starts. `enter_device` surrounds
 the launch of each program; `_dlpack` says why only one thread at a time may be in it.
 """
 
@@ -107,8 +107,8 @@ def start() -> None:
 def _finish() -> None:
     """Waits for the GPUs and frees lent arrays when Python exits.
 
-    The process would abort if Python ended before JAX has freed buffers that torch has dropped, or while a GPU still
-    runs a program, after which JAX drops torch's tensors on its own thread.
+    The process would abort if Python ended before JAX has freed buffers that torch has dropped. It would also abort
+    while a GPU runs a program, because JAX drops torch's tensors on its own thread after the program.
     """
     if torch.cuda.is_initialized() and _has_jax_started():
         for device in jax.local_devices():
@@ -163,8 +163,8 @@ def warn_of_preallocation(devices: list[jax.Device]) -> None:
 def enter_device(x: torch.Tensor) -> Iterator[None]:
     """Makes the device of ``x`` current in both libraries, because torch exports to JAX only from its current device.
 
-    On a GPU, only one thread at a time can be inside this context, and on entry memory that torch has dropped goes back
-    to JAX (see `_dlpack`). A mesh or ``jax.disable_jit`` that the caller has set for JAX has no effect inside.
+    On a GPU, only one thread at a time can be inside this context. On entry, memory that torch has dropped goes back to
+    JAX (see `_dlpack`). A mesh or ``jax.disable_jit`` that the caller has set for JAX has no effect inside.
 
     Raises:
         RuntimeError: a CUDA graph is captured, which would neither record nor replay what JAX launches.
