@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("hopper")]
 
 CALLS = {
     "whole": (4096, 151936, 64, {}),
-    "no whole atom": (4096, 50257, 8, {}),
+    "no whole atom": (4096, 50257, 32, {}),
     "everything": (4096, 151936, 512, {**EVERYTHING, "vocab_size": 151669}),
     "no whole piece of H": (2880, 201088, 1, {"vocab_size": 200019}),
     "transposed": (4096, 151936, 64, {"weight_layout": "hv"}),
