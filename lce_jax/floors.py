@@ -65,7 +65,7 @@ def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "
 
     Raises:
         TypeError: ``smallest`` is not an array of floats, or ``dtype`` is none of the four.
-        ValueError: ``smallest`` is known, and has a finite value that is too large for ``dtype``.
+        ValueError: ``smallest`` is not traced, and has a finite value that is too large for ``dtype``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -141,7 +141,7 @@ def top_p(top: TopK, p: float | Float[ArrayLike, "..."], *, after_top_k: bool = 
     Args:
         top: ``linear_topk(..., n)``, with the options of the call that takes the floor.
         p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. 1 keeps the whole vocabulary, with a
-            floor of -inf. A value outside (0, 1] is refused if it is known; in a traced array it makes its row NaN.
+            floor of -inf. A value outside (0, 1] is refused; in a traced array it makes its row NaN.
         after_top_k: True for engines that first reduce the vocabulary to the k = n - 1 most likely tokens. Then p is a
             share of these k tokens' probability, and the nucleus may have all k. With p = 1 it has, and the floor is
             that of `top_k`. False: p is a share of the whole vocabulary's probability.
@@ -194,8 +194,8 @@ def min_p(max_logit: Float[ArrayLike, "..."], p: float | Float[ArrayLike, "..."]
     Args:
         max_logit: ``[...]`` the largest logit: ``linear_logprobs(..., stats=True).max_logit``, or
             ``top.logprobs[..., 0] + top.lse`` from a `TopK`.
-        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. A value outside (0, 1] is refused if it
-            is known; in a traced array it makes its row NaN.
+        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. A value outside (0, 1] is refused; in a
+            traced array it makes its row NaN.
 
     Returns:
         ``[...]`` float32 (float64 if ``max_logit`` is).

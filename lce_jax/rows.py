@@ -365,7 +365,7 @@ def _sum_array(x: Array, ids: Any, where: Any, ends: Any, begins: Any, *, axis_n
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _sum_segments(terms: Array, ids: Array, axis_name: Any) -> Array:
     """Computes `sequences.sum_segments` over the rows of all shards, and returns the results of this shard's rows."""
-    # Of an unrolled loop, XLA takes a second to compile each step.
+    # If the loop were unrolled, XLA would take a second to compile each step.
     compute = functools.partial(
         sequences.sum_segments, jnp, jnp.arange, jnp.take_along_axis, functools.partial(lax.fori_loop, 0)
     )

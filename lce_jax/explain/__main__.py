@@ -138,7 +138,7 @@ class ExplainedCall:
 
     head: ModelHead
     tokens: int
-    shards: int  # how many the vocabulary has
+    shards: int  # how many split the vocabulary
     sequence_split: bool
     dtype: Any
     device: str  # a key of `DEVICES`

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def example_loss(logprob: Any, entropy: Any, _: Any) -> Any:
-    """Returns the loss of a token, to compile `lce_jax.linear_loss`. Any loss of both results would do."""
+    """Returns a token's loss, to compile `lce_jax.linear_loss`. Any loss of log-probability and entropy would do."""
     return -logprob if entropy is None else -logprob - 0.01 * entropy
 
 
@@ -116,7 +116,7 @@ def _check_devices(
         )
 
 
-FUNCTIONS = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}  # each argument selects a function
+FUNCTIONS = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}  # which function each argument selects
 
 
 def check_function(selecting: dict[str, Any], options: KLOptions, *loss_arguments: Any) -> None:

@@ -1,8 +1,8 @@
 """GPUs and TPUs to compile for ahead of time, on a machine that need not have them.
 
 For a TPU, the compiler libtpu needs only the TPU's name. For a GPU, XLA needs a description. The numbers here are from
-https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs. Fields that describe features which these
-programs do not use are left out.
+https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs. Fields that these programs do not use are
+left out.
 """
 
 from __future__ import annotations

@@ -275,7 +275,9 @@ class LMHead:
         return out
 
     def topk(self, hidden: Float[ArrayLike, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
-        """Returns the k most likely tokens and their log-probabilities, without storing the logits. Not differentiable.
+        """Returns the k most likely tokens and their log-probabilities, without storing the logits.
+
+        The results are not differentiable.
 
         Args:
             hidden: ``[..., H]``.
@@ -418,7 +420,7 @@ def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multipl
 
 
 def count_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
-    """Returns how many rows the head's new weight has. If the mesh is known, refuses a number that does not divide."""
+    """Returns how many rows the head's new weight has. Refuses a number that a known mesh's shards do not divide."""
     rows = pad_vocab_size(vocab_size, pad_to_multiple)
     _checks.check_mesh(mesh)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh

@@ -37,7 +37,7 @@ class LMHead(_head.LMHead, nn.Module):
     Attributes:
         embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: the head creates its weight.
         mesh: the mesh of ``vocab_axis``, ``batch_axes`` and ``sequence_axis``. None: the mesh of ``jax.set_mesh``.
-        vocab_axis: the mesh axis that splits the vocabulary. The head annotates its new weight with it, or as
+        vocab_axis: the mesh axis that splits the vocabulary. The head annotates its new weight with this axis, or as
             ``weight_init`` says (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``).
         others: as in `lce_jax.flax.nnx.LMHead`: ``hidden_size``, ``vocab_size``, ``pad_to_multiple``, ``use_bias``,
             ``logit_scale``, ``logit_softcap``, ``dtype``, ``param_dtype``, ``weight_init``, ``precision``,

@@ -44,8 +44,8 @@ def linear_cross_entropy(
     The loss of a token is ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``, where ε is the label smoothing.
     This is the cross entropy against ``(1 - ε)·onehot + ε/V``, plus a penalty that keeps ``lse`` near 0.
 
-    The forward of a differentiated mean or sum also computes the gradients, as `linear_loss` does. Together they take
-    three matrix products. With ``cache_bytes``, the backward computes the gradients.
+    The forward of a differentiated mean or sum also computes the gradients, as `linear_loss` does. Forward and backward
+    together take three matrix products. With ``cache_bytes``, the backward computes the gradients.
 
     Args:
         hidden, weight, labels, where: as in `linear_logprobs`.

@@ -68,8 +68,8 @@ def linear_kl(
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``candidates``, ``gradient_threshold``,
             ``vocab_part_size``, ``logit_floor`` and ``lora``. ``axis_name`` splits both weights, which must have
             equally many columns on each shard. ``cache_bytes`` keeps two numbers for each token and column of the first
-            vocabulary tiles. Together they take 8 bytes on a CPU or with float32 weights, 6 bytes with float16 weights,
-            and with bfloat16 weights 4 bytes in "forward" without a softcap of the student, else 6.
+            vocabulary tiles. The two take 8 bytes on a CPU or with float32 weights, and 6 bytes otherwise; but with
+            bfloat16 weights in "forward", 4 bytes if the student has no softcap.
             ``explain(..., teacher=, direction=).full_cache_bytes`` is enough for all tiles. A cache changes no bit of
             the result, but the gradient of the logits is rounded once more.
 
@@ -96,10 +96,10 @@ def linear_kl(
         forward and backward together take four products with the student's head and two with the teacher's. "jsd" and
         "tv" take five and three, because they need both normalisers first. A full cache saves one product with each
         head in the backward: three and one, or four and two. Equal heads have a divergence and a gradient of 0 up to
-        rounding. The gradient of "tv" has a sign for each id: that of q - p, and 0 if both are equal. If they differ
-        only by rounding, rounding decides the sign. At small temperatures too, value and gradients are as exact as with
-        stored float32 logits. With ``cache_bytes=0`` they are more exact in "reverse", "jsd" and "tv" where the student
-        is nearly one-hot.
+        rounding. The gradient of "tv" contains the sign of q - p for each id, which is 0 if both are equal. If they
+        differ only by rounding, rounding decides the sign. At small temperatures too, value and gradients are as exact
+        as with stored float32 logits. With ``cache_bytes=0`` they are more exact in "reverse", "jsd" and "tv" where the
+        student is nearly one-hot.
 
     Sharding:
         Under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or by XLA (Auto axes).

@@ -137,9 +137,9 @@ def linear_logprobs(
             error; in a traced array it makes its row NaN, without a gradient. The floor has no gradient, and is refused
             with ``candidates``.
             None: every token.
-        lora: ``(A, B, scale)``, an adapter of a frozen weight: A ``[r, H]`` and B ``[V, r]``, as PEFT's
-            ``lora_A.weight`` and ``lora_B.weight``, and a scalar. The products are ``hidden · weightᵀ + u · Bᵀ`` with
-            ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient
+        lora: ``(A, B, scale)``, an adapter of a frozen weight. A is ``[r, H]`` and B is ``[V, r]``, like PEFT's
+            ``lora_A.weight`` and ``lora_B.weight``; scale is a scalar. The products are ``hidden · weightᵀ + u · Bᵀ``
+            with ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient
             (``jax.lax.stop_gradient(weight)``). A and B have gradients in their own dtypes; the scale has none.
             ``scale · A``, B and u are rounded to the weight's dtype. r is padded to a multiple of 64, and hidden is
             copied, because u is appended to it. An adapter is refused with ``bias``. None: no adapter.
@@ -158,9 +158,9 @@ def linear_logprobs(
             computed. There is no warning if all labels are -100, because they are padding.
 
     Memory:
-        The forward takes O(T + tile) beyond the operands, and the backward O(T·H + tile) beyond the gradients, never
-        T·V. Between the passes, the call keeps a few values per token, and the cache. Candidates add O(T·K). `explain`
-        gives the bytes. An operand that is not differentiated has no gradient, and costs no matrix product.
+        The forward takes O(T + tile) beyond the operands, and the backward O(T·H + tile) beyond the gradients. Neither
+        takes T·V. Between the passes, the call keeps a few values per token, and the cache. Candidates add O(T·K).
+        `explain` gives the bytes. An operand that is not differentiated has no gradient, and costs no matrix product.
 
     Numerics:
         Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, before the gradient

@@ -53,8 +53,8 @@ def linear_loss(
 
     The derivative of a token's loss is known as soon as that token's results are known. So a differentiated call
     computes results, losses and gradients for one chunk of tokens after another. It recomputes no matrix product, and
-    stores the exponentials of only one chunk, however many tokens there are. A call that is not differentiated is a
-    plain forward. Divide the sum by any number that your objective needs.
+    stores the exponentials of only one chunk, however many tokens there are. A call that is not differentiated only
+    runs the forward. Divide the sum by any number that your objective needs.
 
     Args:
         loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)``, the loss of one token. The first three arguments are
