@@ -349,7 +349,7 @@ def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float
 
 
 def _bound(difference: Any) -> Any:
-    """Bounds a difference of log-probabilities, so that its exponential is finite. At the bound, the gradient is 0."""
+    """Bounds a difference of log-probabilities, so its exponential is finite. Above the bound, the gradient is 0."""
     return jnp.minimum(difference, _kl.MOST_DISTANCE)
 
 
