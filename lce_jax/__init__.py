@@ -1,7 +1,7 @@
 """Log-probability and entropy of a language-model head, straight from hidden states, without storing the logits."""
 
 from lce_jax import floors, losses, rows
-from lce_jax.explain import explain  # this name hides the module, which is needed only as a command
+from lce_jax.explain import explain  # hides the module of this name, which is only run as a command
 from lce_jax.ops._cross_entropy import linear_cross_entropy
 from lce_jax.ops._kl import linear_kl
 from lce_jax.ops._logits import linear_logits, masked_logprobs

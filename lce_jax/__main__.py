@@ -1,4 +1,4 @@
-"""The command ``lce-jax``, or ``python -m lce_jax``. The module of a subcommand is imported only when it runs."""
+"""The command ``lce-jax``, or ``python -m lce_jax``. A subcommand's module is imported only when it runs."""
 
 from __future__ import annotations
 

@@ -37,10 +37,10 @@ def __dir__() -> list[str]:
     return [*__all__, "__doc__"]
 
 
-# The largest difference of a logit between two programs by rounding, in units in the last place of the larger of |ln p|
-# and |lse|, because the logit is their sum. A GPU's tensor cores truncate a sum every 16 terms: up to 128 units at a
-# hidden size of 4096. At that size on an H100, a product of one token and a product of many tokens, which are different
-# kinds of programs, differ by 61 units. Programs of the same kind differ by 2.
+# How much rounding may change a logit between two programs. The unit is one in the last place of |ln p| or |lse|,
+# whichever is larger, because the logit is the sum ln p + lse. A GPU's tensor cores truncate a sum every 16 terms,
+# which makes up to 128 units at a hidden size of 4096. At that size on an H100, a program for one token and a program
+# for many tokens differ by 61 units, and two programs of the same kind by 2.
 ROOM = 128
 MOST_NATS = math.log(scalars.INT32_MAX)  # the largest difference between lse and the largest logit, in any vocabulary
 
@@ -54,18 +54,18 @@ def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "
 
     Args:
         smallest: ``[...]`` the smallest logit that the sampler kept for each token, before any temperature. With a
-            temperature, divide the floor by it: ``floors.of_smallest(smallest, "bfloat16") / temperature``. -inf where
-            the sampler kept the whole vocabulary; the floor is then -inf.
-        dtype: the dtype that the sampler's logits were rounded to, even if they were converted to another dtype after
-            that: "bfloat16" (in most engines), "float16", "float32" or "float64".
+            temperature, divide the floor by it: ``floors.of_smallest(smallest, "bfloat16") / temperature``. Give -inf
+            where the sampler kept the whole vocabulary; the floor is then -inf.
+        dtype: the dtype that the sampler's logits were rounded to, even if they were later converted to another one:
+            "bfloat16" (in most engines), "float16", "float32" or "float64".
 
     Returns:
-        ``[...]`` float32 (float64 if ``smallest`` is). NaN where ``smallest`` is NaN, or is finite but too large for
-        ``dtype``.
+        ``[...]`` float32 (float64 if ``smallest`` is). The floor is NaN where ``smallest`` is NaN, or is finite but too
+        large for ``dtype``.
 
     Raises:
         TypeError: ``smallest`` is not an array of floats, or ``dtype`` is none of the four.
-        ValueError: ``smallest`` is known, and has a finite value that is too large for ``dtype``.
+        ValueError: ``smallest`` is not traced, and has a finite value that is too large for ``dtype``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,9 +102,9 @@ def _floor_of_smallest(smallest: Array, dtype: Any) -> Array:
 def top_k(top: TopK) -> Float[Array, "..."]:
     """Returns the floor for the k most likely tokens, computed from the k + 1 most likely tokens.
 
-    The floor lies halfway between the k-th logit and the next, or 2⁻¹⁶ of the larger of |ln p| and |lse| below the k-th
-    logit if that is lower. So every token whose logit equals the k-th, or differs from it only by rounding, is in the
-    set.
+    The floor is the lower of two numbers: one halfway between the k-th logit and the next, the other below the k-th
+    logit by 2⁻¹⁶ of |ln p| or |lse|, whichever is larger. So every token whose logit equals the k-th, or differs from
+    it only by rounding, is in the set.
 
     Args:
         top: ``linear_topk(..., k + 1)``, with the options of the call that takes the floor.
@@ -141,10 +141,10 @@ def top_p(top: TopK, p: float | Float[ArrayLike, "..."], *, after_top_k: bool = 
     Args:
         top: ``linear_topk(..., n)``, with the options of the call that takes the floor.
         p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. 1 keeps the whole vocabulary, with a
-            floor of -inf. A value outside (0, 1] is refused if it is known; in a traced array it makes its row NaN.
+            floor of -inf. A value outside (0, 1] is refused; in a traced array it makes its row NaN.
         after_top_k: True for engines that first reduce the vocabulary to the k = n - 1 most likely tokens. Then p is a
-            share of the probability of these k tokens, and the nucleus may be all of them. With p = 1 it is all of
-            them, and the floor is that of `top_k`. False: p is a share of the probability of the whole vocabulary.
+            share of these k tokens' probability, and the nucleus may have all k. With p = 1 it has, and the floor is
+            that of `top_k`. False: p is a share of the whole vocabulary's probability.
 
     Returns:
         ``[...]`` float32 (float64 if ``top`` is).
@@ -187,15 +187,15 @@ def _top_p(top: TopK, p: Array, after_top_k: bool) -> Array:
 def min_p(max_logit: Float[ArrayLike, "..."], p: float | Float[ArrayLike, "..."]) -> Float[Array, "..."]:
     """Returns the floor for tokens with at least p times the largest probability: a little below ``max_logit + ln p``.
 
-    To allow for rounding, the floor is lower than that by 2⁻¹⁶ of ``|max_logit| + 21.5``, an upper bound of |lse|. So
-    every token with p times the largest probability in exact arithmetic is in the set, and the most likely token always
-    is.
+    To allow for rounding, the floor is lower than this sum by 2⁻¹⁶ of ``|max_logit| + 21.5``, an upper bound of |lse|.
+    So the set contains the most likely token, and each token that in exact arithmetic has p times the largest
+    probability.
 
     Args:
-        max_logit: ``[...]`` the largest logit: ``linear_logprobs(..., stats=True).max_logit``, or of a `TopK`,
-            ``top.logprobs[..., 0] + top.lse``.
-        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. A value outside (0, 1] is refused if it
-            is known; in a traced array it makes its row NaN.
+        max_logit: ``[...]`` the largest logit: ``linear_logprobs(..., stats=True).max_logit``, or
+            ``top.logprobs[..., 0] + top.lse`` from a `TopK`.
+        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. A value outside (0, 1] is refused; in a
+            traced array it makes its row NaN.
 
     Returns:
         ``[...]`` float32 (float64 if ``max_logit`` is).

@@ -5,18 +5,18 @@
     )
 
 Each loss takes ``(logprob, entropy, lse)`` of a token, then further per-token arguments, always in the order
-``old_logprob``, ``advantage``, ``reference_logprob``. Parameters follow by name. They are numbers or traced arrays, and
-`functools.partial` can set them. Each loss returns the loss of the token. Divide the sum by the number of tokens or of
+``old_logprob``, ``advantage``, ``reference_logprob``. Parameters are passed by name, or set by `functools.partial`.
+They are numbers or traced arrays. Each loss returns the loss of the token. Divide the sum by the number of tokens or of
 sequences, as your objective requires.
 
 The losses also work on arrays of all tokens, such as the results of `linear_logprobs`. A per-token argument is then a
-number, or an array with the same dimensions as the results, where a size of 1 means the same for all: ``[b, 1]`` for
-one advantage per sequence. `distillation_loss` takes only arrays of all tokens: the results of
+number, or an array with the same dimensions as the results, where a size of 1 is broadcast: ``[b, 1]`` is one advantage
+per sequence. `distillation_loss` takes only arrays of all tokens: the results of
 ``linear_logprobs(..., candidates=ids)`` and a teacher's log-probabilities of the same ids. `lk_alpha` and `lk_lambda`
 take what `linear_kl` returns, and train the draft model of speculative decoding.
 
-A difference of log-probabilities above 80 counts as 80, so that ratios are finite in float32, and has no gradient.
-Leave out tokens that are so far off-policy with ``where``.
+A difference of log-probabilities above 80 counts as 80 and has no gradient, so that ratios are finite in float32. Use
+``where`` to leave out tokens that are so far off-policy.
 """
 
 from __future__ import annotations
@@ -254,14 +254,14 @@ def lk_alpha(variation: Float[ArrayLike, "*b"]) -> Float[Array, "*b"]:
     """``-ln α`` with ``α = 1 - variation``, the probability that a target model accepts a token of its draft.
 
     Speculative decoding accepts a token of the draft's distribution q with probability ``α = Σ min(p, q)``, where p is
-    the target's. The gradient is that of the variation divided by α, so it does not vanish where α is small.
+    the target's. The gradient is the variation's gradient divided by α, so it does not vanish where α is small.
 
     Args:
-        variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the draft as student.
+        variation: ``[...]`` ½ Σ |p - q|, which ``linear_kl(..., direction="tv")`` returns if the draft is the student.
 
     Returns:
-        ``[...]`` in nats, at least 0, in the dtype of ``variation``; 0 in rows that `linear_kl` leaves out. An α below
-        2⁻²⁰ counts as 2⁻²⁰ (2⁻⁴⁹ in float64), because ``variation`` is rounded, and then has no gradient.
+        ``[...]`` in nats, at least 0, in the dtype of ``variation``; 0 in rows that `linear_kl` leaves out. Because
+        ``variation`` is rounded, an α below 2⁻²⁰ (2⁻⁴⁹ in float64) counts as this number and has no gradient.
 
     Example:
         >>> from lce_jax import losses
@@ -269,8 +269,9 @@ def lk_alpha(variation: Float[ArrayLike, "*b"]) -> Float[Array, "*b"]:
         0.6931
 
     References:
-        Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding" (2026). It is ``nla``
-        of the speculators library. SpecForge's ``--lk-loss-type alpha`` is -ln of the mean α of all tokens instead.
+        Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding" (2026). The
+        speculators library calls this loss ``nla``. SpecForge's ``--lk-loss-type alpha`` takes -ln of all tokens' mean
+        α instead.
     """
     variation = _as_float(variation)
     return -jnp.log1p(-jnp.minimum(variation, 1.0 - 8 * float(jnp.finfo(variation.dtype).eps)))
@@ -285,10 +286,10 @@ def lk_lambda(
     rejection as the draft improves.
 
     Args:
-        kl: ``[...]`` KL(target ‖ draft), as ``linear_kl(..., direction="forward")`` returns it for the draft as
+        kl: ``[...]`` KL(target ‖ draft), which ``linear_kl(..., direction="forward")`` returns if the draft is the
             student.
-        variation: ``[...]`` ½ Σ |p - q|, as ``linear_kl(..., direction="tv")`` returns it for the same models.
-        eta: η, at least 0. 0 is the KL alone. The default is the paper's best value.
+        variation: ``[...]`` ½ Σ |p - q|, which ``linear_kl(..., direction="tv")`` returns for the same models.
+        eta: η, at least 0. With 0, the loss is the KL alone. The default is the paper's best value.
 
     Returns:
         ``[...]``, at least 0; 0 in rows that `linear_kl` leaves out.
@@ -302,9 +303,9 @@ def lk_lambda(
         0.8347
 
     References:
-        Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding" (2026). It is
-        ``lk_hybrid`` of the speculators library. SpecForge's ``--lk-loss-type lambda`` computes one λ from the mean α
-        of all tokens, as ``kl_scale·exp(-kl_decay·α)``.
+        Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding" (2026). The
+        speculators library calls this loss ``lk_hybrid``. SpecForge's ``--lk-loss-type lambda`` computes one λ from the
+        mean α of all tokens, as ``kl_scale·exp(-kl_decay·α)``.
     """
     kl, variation = _as_float(kl), _as_float(variation)
     if kl.shape != variation.shape:
@@ -348,7 +349,7 @@ def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float
 
 
 def _bound(difference: Any) -> Any:
-    """Bounds a difference of log-probabilities, so that its exponential is finite. A bounded one has no gradient."""
+    """Bounds a difference of log-probabilities, so its exponential is finite. Above the bound, the gradient is 0."""
     return jnp.minimum(difference, _kl.MOST_DISTANCE)
 
 

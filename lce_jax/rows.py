@@ -7,12 +7,12 @@ only one thing: the label of each row must be the next token of the same sequenc
     labels = rows.of_rank(labels, cp_rank, cp_size)                      # after the shift, never before it
     loss = linear_cross_entropy(hidden, weight, labels)                  # hidden: the rows of this rank
 
-A loss of sequences, such as GSPO, also needs a mean over each of them: `segment_mean`.
+A loss per sequence, such as GSPO's, also needs the mean over each sequence: `segment_mean`.
 
-Shapes are static, so all functions run under ``jit``, also with a traced ``cp_rank``. Traced values cannot be checked.
-If traced offsets or a traced rank are invalid, every element of the result is NaN; for integers it is the smallest
-number, for unsigned integers the largest, for bools False. `lce_torch_bridge.rows` has the same functions for tensors.
-L is the number of tokens in a row of the batch, which may hold several sequences one after another.
+Shapes are static, so all functions run under ``jit``, also with a traced ``cp_rank``. Traced values cannot raise an
+error. If traced offsets or a traced rank are invalid, every element of the result is NaN; an integer is the smallest of
+its dtype, an unsigned integer the largest, and a bool False. `lce_torch_bridge.rows` has the same functions for
+tensors. L is the number of tokens in a row of the batch, which may hold several sequences one after another.
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ def next_tokens(
             ``segment_ids`` are None, each row of tokens is one sequence.
         cu_seqlens_padded: ``[n + 1]``, where each sequence begins if sequences are padded to a multiple. None:
             ``cu_seqlens``.
-        padding_segment: the id of ``segment_ids`` that marks padding, 0 in MaxText and Tunix. None: no id does.
+        padding_segment: the id in ``segment_ids`` that marks padding, 0 in MaxText and Tunix. None: no id marks
+            padding.
 
     Returns:
         ``[..., L]`` in the dtype of ``tokens``.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes or offsets do not fit; the message has the values.
 
     Example:
         >>> import jax.numpy as jnp
@@ -147,35 +148,35 @@ def segment_mean(
 ) -> Float[Array, "*b L"]:  # fmt: skip
     """Returns at each row the mean of ``x`` over the rows of its sequence: ``Σ x / n`` over the n rows in ``where``.
 
-    All rows of a sequence get the same bits, rows outside ``where`` too: ``exp(segment_mean(logprobs - old))`` is
+    All rows of a sequence get the same bits, even rows outside ``where``. So ``exp(segment_mean(logprobs - old))`` is
     GSPO's ratio at each token. The result is 0 where no row of the sequence is in ``where``, and in padding.
 
     Args:
         x: ``[..., L]`` numbers, one per row. Rows outside ``where`` may hold anything, NaN too.
         where: ``[..., L]`` bool, the rows that count. None: all.
-        axis_name: inside ``shard_map``, the mesh axis (or tuple) over which context parallelism splits the rows: a
-            sequence is summed over all shards. None: ``x`` has all rows of its sequences.
-        segment_ids: ``[..., L]`` integers: tokens of one row of the batch with the same id belong to one sequence, also
-            if they are not neighbours, because a rank's rows are not. Under ``axis_name``, the ids of the shard's rows
-            (`of_rank`). None: see ``cu_seqlens``.
-        cu_seqlens: ``[n + 1]`` integers, as in `next_tokens`. Under ``axis_name``, the offsets in the shard's rows,
-            ``cu_seqlens_padded // cp_size``; ``where`` leaves padding out.
+        axis_name: inside ``shard_map``, the mesh axis (or tuple) over which context parallelism splits the rows. Each
+            sequence is then summed over all shards. None: ``x`` has all rows of its sequences.
+        segment_ids: ``[..., L]`` integers: tokens of one row of the batch with the same id belong to one sequence, even
+            if they are not neighbours, as on a context-parallel rank. Under ``axis_name``, give the ids of the shard's
+            rows (`of_rank`). None: see ``cu_seqlens``.
+        cu_seqlens: ``[n + 1]`` integers, as in `next_tokens`. Under ``axis_name``, give the offsets in the shard's
+            rows, ``cu_seqlens_padded // cp_size``, and leave padding out with ``where``.
         cu_seqlens_padded: as in `next_tokens`.
         padding_segment: as in `next_tokens`.
 
     Returns:
-        ``[..., L]`` float32, float64 for a float64 ``x``. It is differentiable; under ``axis_name``, the gradient is
-        that of the sum over the shards of what they compute from their rows.
+        ``[..., L]`` float32, float64 for a float64 ``x``. The result is differentiable. Under ``axis_name``, each shard
+        gets the gradient of the sum of all shards' losses.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, offsets or axes that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes, offsets or axes do not fit; the message has the values.
 
     Memory:
-        O(L) per row of the batch. Under ``axis_name``, each device gathers the numbers of all shards.
+        The call takes O(L) per row of the batch. Under ``axis_name``, each device gathers the numbers of all shards.
 
     Numerics:
-        The terms are added in pairs, pairs of pairs and so on, so that the error grows with log L, in an order that
-        depends on the ids and L alone.
+        The terms are added in pairs, then pairs of pairs, and so on, so that the error grows only with log L. The order
+        depends on nothing but the ids and L.
 
     Example:
         >>> import jax.numpy as jnp
@@ -295,9 +296,7 @@ def in_sequence_order(
 ) -> Array:
     """Returns rows gathered from all ranks (``jax.lax.all_gather``) in the sequence's order again.
 
-    It is the inverse of `in_rank_order`.
-
-    The arguments are those of `of_rank`.
+    This is the inverse of `in_rank_order`. The arguments are those of `of_rank`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -311,7 +310,7 @@ def in_sequence_order(
 def _count_rows(x: Any, axis: int) -> int:
     """Returns how many rows an array has along ``axis``.
 
-    Refuses rows that are split over an Explicit axis, because a neighbour may be on another device.
+    Refuses rows that are split over an Explicit axis, because the next row may be on another device.
     """
     _checks.check_array("x", x)
     length = sequences.count_rows(x, axis)
@@ -346,8 +345,8 @@ def _cast_to_indices(x: Any) -> Any:
     return None if x is None else put_on_device(x).astype(int)
 
 
-# Both are jitted because outside ``jit`` each Python number in an expression is a transfer to the device, which
-# ``jax.transfer_guard`` may forbid.
+# The next two functions are jitted. Outside ``jit``, each Python number in an expression would be transferred to the
+# device, which ``jax.transfer_guard`` may forbid.
 @functools.partial(jax.jit, static_argnames=("invalid", "by", "padding_segment"), inline=True)
 def _shift_array(x: Array, ids: Any, fill: Array, ends: Any, begins: Any, **static: Any) -> Array:
     return sequences.shift_array(jnp, jnp.arange, x, ids, ends, begins, fill, **static)
@@ -366,7 +365,7 @@ def _sum_array(x: Array, ids: Any, where: Any, ends: Any, begins: Any, *, axis_n
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _sum_segments(terms: Array, ids: Array, axis_name: Any) -> Array:
     """Computes `sequences.sum_segments` over the rows of all shards, and returns the results of this shard's rows."""
-    # An unrolled loop takes XLA a second to compile for each step.
+    # If the loop were unrolled, XLA would take a second to compile each step.
     compute = functools.partial(
         sequences.sum_segments, jnp, jnp.arange, jnp.take_along_axis, functools.partial(lax.fori_loop, 0)
     )
@@ -391,7 +390,7 @@ def _compute_positions(begins: Any, rank: Any, **static: Any) -> Array:
 def _take(x: Any, axis: int, *arguments: Any, **options: Any) -> Array:
     """Returns the rows of ``x`` at the positions that `sequences.locate_rows` computes from the other arguments."""
     indices = _locate_rows(_count_rows(x, axis), *arguments, **options)
-    fill = False if x.dtype == jnp.bool_ else None  # None: NaN, or an extreme of the integers
+    fill = False if x.dtype == jnp.bool_ else None  # None fills with NaN, or with an extreme integer
     return jnp.take(put_on_device(x), indices, axis, mode="fill", fill_value=fill, unique_indices=True)
 
 

@@ -1,8 +1,8 @@
-"""``lce-jax explain``: the memory that a head will take per device. It needs no GPU and changes nothing.
+"""``lce-jax explain`` prints the memory that a head will take per device. It needs no GPU and changes nothing.
 
-The command prints the memory that this package requests, and with ``--compile`` also the memory of XLA's programs. With
-``--pod`` it compiles for a whole pod (`lce_jax.explain._pod`). ``--remembered`` prints which cards' first calls are
-remembered.
+The memory is what this package requests. With ``--compile``, the command also prints the memory of XLA's programs. With
+``--pod``, it compiles for a whole pod (`lce_jax.explain._pod`). ``--remembered`` prints what first calls have saved in
+the user's cache folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _PrintRemembered(argparse.Action):
-    """Prints what is remembered and exits. Like ``--help``, it needs no other option."""
+    """Prints what first calls have saved, and exits. Like ``--help``, this option needs no other."""
 
     def __call__(self, command: argparse.ArgumentParser, *_: Any) -> None:
         print(*_remembered.report(), *_lowered.report(), sep="\n")
@@ -138,10 +138,10 @@ class ExplainedCall:
 
     head: ModelHead
     tokens: int
-    shards: int  # of the vocabulary
+    shards: int  # how many split the vocabulary
     sequence_split: bool
     dtype: Any
-    device: str  # of `DEVICES`
+    device: str  # a key of `DEVICES`
 
     @property
     def columns(self) -> int:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def example_loss(logprob: Any, entropy: Any, _: Any) -> Any:
-    """Returns a per-token loss for compiling `lce_jax.linear_loss`: any loss of log-probability and entropy."""
+    """Returns a token's loss, to compile `lce_jax.linear_loss`. Any loss of log-probability and entropy would do."""
     return -logprob if entropy is None else -logprob - 0.01 * entropy
 
 
@@ -89,7 +89,7 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
 def _check_devices(
     plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], placement: MeshPlacement, axis_name: Any
 ) -> None:
-    """Refuses to compile if the program's devices would not be the plan's."""
+    """Refuses to compile a program for devices other than the plan's."""
     if axis_name is not None:
         raise ValueError(
             f"compile=True with axis_name={axis_name!r}: one shard alone cannot be compiled. Give the global arrays, "
@@ -116,7 +116,7 @@ def _check_devices(
         )
 
 
-FUNCTIONS = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}  # by the argument that selects it
+FUNCTIONS = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}  # which function each argument selects
 
 
 def check_function(selecting: dict[str, Any], options: KLOptions, *loss_arguments: Any) -> None:
@@ -140,7 +140,7 @@ def check_function(selecting: dict[str, Any], options: KLOptions, *loss_argument
 def plan_logits(arguments: Arguments, placement: MeshPlacement) -> Plan:
     """Returns the plan of `lce_jax.linear_logits`."""
     arguments = _describe.describe_call(arguments)
-    call = dataclasses.replace(arguments.call, partial_rows=False)  # `linear_logits` does not compact rows
+    call = dataclasses.replace(arguments.call, partial_rows=False)  # `linear_logits` leaves masked rows where they are
     return _logits.plan(divide_call(call, find_layout(arguments, [arguments.candidates], placement)[0]))
 
 
@@ -201,17 +201,18 @@ def explain(
 
     With a mesh or a mesh axis, the plan is for the sharded function, and counts one device's tokens and columns. If the
     arrays are already split over a mesh, the plan is for that split, because XLA or their types partition the call in
-    this way (`linear_logits` and `linear_kl` only if the axes are Explicit). Operands may be tracers or
-    ``jax.ShapeDtypeStruct``: nothing is computed. The plan is for the devices that the mesh or the operands' shardings
-    name; this machine need not have these (`jax.experimental.topologies`). If none are named, the plan is for this
-    machine's devices. With ``axis_name``, give the shapes of one shard; the axis need not be bound.
+    this way (for `linear_logits` and `linear_kl`, only over Explicit axes). Nothing is computed, so operands may be
+    tracers or ``jax.ShapeDtypeStruct``. The plan is for the devices that the mesh or the operands' shardings name; this
+    machine need not have them (`jax.experimental.topologies`). If none are named, the plan is for this machine's
+    devices. With ``axis_name``, give the shapes of one shard; the axis need not be bound.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, even an empty one. bfloat16, float16, float32 or float64.
-            Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is the dtype of the matrix products.
+        hidden: ``[..., H]`` hidden states with any leading shape, even an empty one, in bfloat16, float16, float32 or
+            float64. They are cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` weight of the head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix
+            products.
         labels: ``[...]`` integer vocabulary ids; they stay global ids if the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, with the gradient of ``-lse``; its row counts unless
+            vocabulary (negative, or at least V) has logprob 0, with the gradient of ``-lse``; its row counts unless
             ``ignore_index`` excludes it.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
@@ -231,17 +232,17 @@ def explain(
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
             and is differentiable.
         normalizer: the divisor of "mean", in place of the number of rows that count in this call. Give the number of
-            rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
-            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; a 0 in an
-            array counts as 1. None: the number of rows that count in this call.
+            rows in all micro-batches, or inside ``shard_map`` on all devices, so that the losses and their gradients
+            add up to the mean over all rows. It is a positive number, or an array of shape (), which may be traced; a 0
+            in an array counts as 1. None: the number of rows that count in this call.
         gradients_in_forward: True to plan `linear_loss`, including the memory that all its chunks share.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
             dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
             tokens form a single chunk if this needs no more memory than several chunks and the sum. None: 1400 MiB (256
             MiB on a CPU).
         frozen_weight: True to plan a call without a gradient of the weight (``jax.lax.stop_gradient(weight)``, or a
-            parameter that is not differentiated). Such a call has no sum of dweight, and other chunks. ``lora`` implies
-            it.
+            parameter that is not differentiated). Such a call has no sum of dweight, and its chunks may have other
+            sizes. ``lora`` implies it.
         k: the k of `linear_topk`, to plan that function. Only the shape of the labels matters then.
         ids: ``[..., K]``, the ids of `linear_logits`, to plan that function. Only the shape of the labels matters then.
         teacher: the teacher's hidden states ``[..., G]`` and its weight, to plan `linear_kl`. Only the shape of the
@@ -290,7 +291,7 @@ def explain(
     gradients = RequestedGradients(weight=not is_frozen)
     placement = MeshPlacement(mesh, vocab_axis, batch_axes, sequence_axis)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in loss_options)
-    more: dict[str, Any]  # arguments of the public function that is compiled
+    more: dict[str, Any]  # further arguments of the public function that is compiled
     if teacher is not None:
         if not isinstance(teacher, tuple | list) or len(teacher) != 2:
             raise TypeError(
@@ -379,13 +380,13 @@ def _plan_head(
 
 
 def _add_adapter_copies(plan: Plan, lora: Any) -> Plan:
-    """Adds the copies of an adapter's B to the plan: the padded and cast operand, and its gradient."""
+    """Adds the copies of an adapter's B to the plan: the padded and cast B, and its gradient."""
     if lora is None:
         return plan
     call, b = plan.call, lora[1]
     size, is_padded, is_cast = call.columns * call.rank, b.shape[1] != call.rank, b.dtype != call.dtype
     operand = size * call.dtype.itemsize if is_padded or is_cast else 0
-    # A program of both passes stores B padded before the cast. A forward alone pads and casts at once.
+    # A program with both passes stores the padded B before it is cast; a forward alone pads and casts in one step.
     padded = size * jnp.dtype(b.dtype).itemsize if is_padded and is_cast else 0
     gradient = size * call.stat_dtype.itemsize if is_padded or b.dtype != call.stat_dtype else 0
     forward, backward = plan.forward_bytes + operand, plan.backward_bytes + operand + padded + gradient

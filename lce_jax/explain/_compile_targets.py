@@ -1,8 +1,8 @@
 """GPUs and TPUs to compile for ahead of time, on a machine that need not have them.
 
 For a TPU, the compiler libtpu needs only the TPU's name. For a GPU, XLA needs a description. The numbers here are from
-https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs. Numbers of features that these programs
-do not use are left out.
+https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs. Fields that these programs do not use are
+left out.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-n
 class Target:
     """A GPU to compile for."""
 
-    kind: str  # as JAX names it
+    kind: str  # JAX's name for it
     capability: tuple[int, int]
-    core_count: int  # multiprocessors; the kernels' chunks depend on it
+    core_count: int  # how many multiprocessors; the kernels' chunks depend on it
     memory_bytes: int
     memory_bandwidth: int  # bytes per second
     clock_ghz: float
     l2_bytes: int
-    shared_bytes: int  # of a multiprocessor
+    shared_bytes: int  # the shared memory of a multiprocessor
 
     @property
     def config(self) -> str:
@@ -64,7 +64,7 @@ device_description_str: "{self.kind}"
         del devices
 
     def mesh(self, data: int, tensor: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
-        """Returns a mesh of ``data`` x ``tensor`` described devices, with axes of these names.
+        """Returns a mesh whose axes data and tensor have these sizes. Its devices are only described.
 
         Raises:
             ModuleNotFoundError: the wheels with JAX's CUDA plugin are missing; the message says which to install.
@@ -85,18 +85,18 @@ device_description_str: "{self.kind}"
 class TPU:
     """A TPU to compile for. TPUs' compiler reads no partitioning rules, so axes are Explicit under plain ``jit``."""
 
-    kind: str  # as JAX names it
-    name: str  # as libtpu names it
-    most_chips: int  # of a slice
-    dimensions: int  # of a slice's torus of chips
-    core_count: int  # of a device
+    kind: str  # JAX's name for it
+    name: str  # libtpu's name for it
+    most_chips: int  # the size of the largest slice
+    dimensions: int  # a slice is a torus of chips with this many dimensions
+    core_count: int  # how many cores a device has
     devices_per_chip: int = 1
 
     platform: ClassVar[str] = "tpu"
     jit_axes: ClassVar[AxisType] = AxisType.Explicit
 
     def mesh(self, data: int, tensor: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
-        """Returns a mesh of ``data`` x ``tensor`` described devices of one slice, with axes of these names.
+        """Returns a mesh whose axes data and tensor have these sizes. Its devices, of one slice, are only described.
 
         Raises:
             ValueError: no slice has this number of devices.
@@ -129,7 +129,7 @@ class TPU:
 
 
 def libtpu() -> str:
-    """Returns the version of libtpu, the compiler of TPUs, that this JAX requires, in pip's syntax."""
+    """Returns what pip must install to compile for TPUs: libtpu, in the version that this JAX requires."""
     requirement = next(one for one in metadata.requires("jax") or () if one.startswith("libtpu"))
     return requirement.partition(";")[0].strip()
 

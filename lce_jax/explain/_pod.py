@@ -35,7 +35,7 @@ class Collective(NamedTuple):
     """A collective of a program, or several equal ones."""
 
     kind: str
-    devices: int  # of one group
+    devices: int  # how many form one group
     arrays: str  # the types of the operands or of the results, whichever are larger
     num_bytes: int  # of these arrays, on one device
     times: int = 1
@@ -62,7 +62,7 @@ def _parse_collectives(text: str, devices: int) -> Iterator[Collective]:
         if match is None:
             continue
         arrays, size = _array.findall(match["type"]), _group_size(match["rest"], devices)
-        if match["start"]:  # its type is a pair: the operands and the results
+        if match["start"]:  # the type of an asynchronous start lists its operands and its results
             half = len(arrays) // 2
             arrays = max(arrays[:half], arrays[half:], key=_num_bytes)
         scattered = size if match["kind"] == "reduce-scatter" and not match["start"] else 1
@@ -98,7 +98,7 @@ LISTED = 6  # how many collectives of a program are printed, the largest first
 
 
 class Pod(NamedTuple):
-    """A mesh of devices: replicas of the tokens, and shards of the vocabulary."""
+    """A mesh of devices: ``data`` replicas, each with its own tokens, by ``tensor`` shards of the vocabulary."""
 
     data: int
     tensor: int
@@ -116,7 +116,7 @@ class Pod(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How operands are split over the pod, in addition to the batch over data and the vocabulary over tensor."""
+    """Which further dimensions are split over the pod. Data always splits the batch, and tensor the vocabulary."""
 
     fsdp: bool = False  # whether the weight's hidden size is split over data
     sequence: bool = False  # whether hidden's sequence is split over tensor
@@ -134,7 +134,7 @@ class PodProgram:
     """A program for a pod: a call of a public function, with its backward if it has one."""
 
     head: ModelHead
-    tokens: int  # of a replica
+    tokens: int  # how many each replica has
     pod: Pod
     target: Target | TPU
     dtype: Any = jnp.bfloat16
@@ -194,7 +194,7 @@ DIFFERENTIABLE = frozenset(CALLS) - {"linear_topk"}
 
 
 def report(head: ModelHead, tokens: int, pod: Pod, device: str, dtype: Any, function: str) -> Iterator[str]:
-    """Yields the lines to print; a program's lines follow when it is compiled."""
+    """Yields the lines to print, those of a program as soon as it is compiled."""
     first = PodProgram(head=head, tokens=tokens, pod=pod, target=TARGETS[device], dtype=dtype, function=function)
     both = " and its backward" if function in DIFFERENTIABLE else ""
     yield f"{head}; {jnp.dtype(dtype).name} on {pod.data * pod.tensor} of {first.target.kind}, {pod} (data x tensor)"

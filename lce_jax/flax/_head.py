@@ -1,4 +1,4 @@
-"""The common part of the heads of both Flax APIs: options, logits, and the methods that store no logits.
+"""What the heads of both Flax APIs share: options, logits, and methods that store no logits.
 
 This module does not import Flax.
 """
@@ -46,7 +46,7 @@ METHODS: dict[str, Callable[..., Any]] = {  # a head's methods, and the function
 }
 SHARDED_METHODS = {name: getattr(_sharded, f"sharded_{function.__name__}") for name, function in METHODS.items()}
 
-# Hidden states of unit variance get logits of unit variance.
+# With this initializer, hidden states of unit variance give logits of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
 
 
@@ -151,7 +151,7 @@ class HeadSettings:
     def logits(
         self, hidden: Float[ArrayLike, "*b H"], weight: Float[Array, "V H"], bias: Float[Array, "V"] | None = None
     ) -> Float[Array, "*b vocab_size"]:
-        """Computes the logits of eq. 0 at temperature 1, over the true vocabulary."""
+        """Computes ``cap(logit_scale · (hidden · weightᵀ + bias))`` over the true vocabulary, without padding."""
         self.check_hidden(hidden, weight)
         weight, sharding = self.cast(weight), _logits_sharding(hidden, weight)
         raw = jnp.einsum(
@@ -181,8 +181,8 @@ class HeadSettings:
     ) -> Any:
         """Calls the function of `lce_jax` for ``method``, or its sharded form if the head names a mesh axis.
 
-        ``before`` and ``after`` are the positional arguments before and after the weight. ``parts`` are weight and
-        bias. ``options`` are the options of this call. ``teacher_options`` are options that come from a teacher's head.
+        ``before`` and ``after`` are the positional arguments before and after the weight. ``parts`` are the weight and
+        the bias. ``options`` are those of this call, and ``teacher_options`` come from a teacher's head.
         """
         weight, bias = parts
         self.check_hidden(before[-1], weight)
@@ -275,7 +275,9 @@ class LMHead:
         return out
 
     def topk(self, hidden: Float[ArrayLike, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
-        """Returns the k most likely tokens and their log-probabilities, without storing the logits. Not differentiable.
+        """Returns the k most likely tokens and their log-probabilities, without storing the logits.
+
+        The results are not differentiable.
 
         Args:
             hidden: ``[..., H]``.
@@ -418,7 +420,7 @@ def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multipl
 
 
 def count_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
-    """Returns the number of rows of a weight that the head creates. The shards must divide it, if the mesh is known."""
+    """Returns how many rows the head's new weight has. Refuses a number that a known mesh's shards do not divide."""
     rows = pad_vocab_size(vocab_size, pad_to_multiple)
     _checks.check_mesh(mesh)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh

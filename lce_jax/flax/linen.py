@@ -31,14 +31,14 @@ class LMHead(_head.LMHead, nn.Module):
     """A language-model head that need not store logits: ``head.logprobs``, ``kl``, ``loss``, ``linear_loss``, ``topk``.
 
     The head has a parameter ``weight [rows, H]``, or uses that of an embedding (`tied`). With ``use_bias``, it also has
-    a parameter ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here. So they are the same in
-    sampling, ``head(hidden)``, and in every method.
+    a parameter ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here. So sampling
+    (``head(hidden)``) and every method use the same.
 
     Attributes:
         embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: the head creates its weight.
         mesh: the mesh of ``vocab_axis``, ``batch_axes`` and ``sequence_axis``. None: the mesh of ``jax.set_mesh``.
-        vocab_axis: a weight that the head creates is annotated with this axis, or as ``weight_init`` says
-            (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``).
+        vocab_axis: the mesh axis that splits the vocabulary. The head annotates its new weight with this axis, or as
+            ``weight_init`` says (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``).
         others: as in `lce_jax.flax.nnx.LMHead`: ``hidden_size``, ``vocab_size``, ``pad_to_multiple``, ``use_bias``,
             ``logit_scale``, ``logit_softcap``, ``dtype``, ``param_dtype``, ``weight_init``, ``precision``,
             ``batch_axes``, ``sequence_axis``.
@@ -152,7 +152,7 @@ def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any, dims: int = 2) ->
 
     def initialize(*args: Any) -> Any:
         weight = initializer(*args)
-        if isinstance(weight, nn.LogicallyPartitioned):  # its names are logical, not mesh axes
+        if isinstance(weight, nn.LogicallyPartitioned):  # it names logical axes, not mesh axes
             return weight
         if isinstance(weight, nn.Partitioned):
             _head.check_same_axes(weight.names, vocab_axis)

@@ -23,20 +23,20 @@ class LMHead(_head.LMHead, nnx.Module):
 
     The head has a parameter ``weight [rows, H]``, which it creates or shares with an embedding (`tied`). With
     ``use_bias``, it also has a parameter ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here.
-    So they are the same in sampling, ``head(hidden)``, and in every method.
+    So sampling (``head(hidden)``) and every method use the same.
 
     Args:
         hidden_size: H.
         vocab_size: the true vocabulary, V.
         embed: an ``nnx.Embed`` (or any module with a parameter ``embedding [rows, H]``) whose parameter is the head's
-            weight. Both share one `nnx.Param`, which is in the model's state once, and has the gradient of both uses.
-            None: the head creates its weight.
+            weight. Both share one `nnx.Param`, which is in the model's state once. Its gradient is the sum over both
+            uses. None: the head creates its weight.
         pad_to_multiple: the rows of a weight that the head creates are rounded up to a multiple of this number, such as
-            the number of shards. Rows from ``vocab_size`` on are padding: they are in no logits and no sum, and have
-            zero gradient. A tied weight is not padded.
+            the number of shards. Rows from ``vocab_size`` on are padding: no logits and no sum include them, and their
+            gradient is zero. A tied weight is not padded.
         use_bias: whether the head also has a parameter ``bias [rows]``, initially zero, which is added to the products
             before the scale (GPT-J, Phi). The kernels do not support it.
-        logit_scale: multiplies the float32 logits (Cohere, MuP).
+        logit_scale: the factor of the float32 logits (Cohere, MuP).
         logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
         dtype: the dtype of the matrix products; each call casts the weight and the hidden states to it. With bfloat16,
             the kernels serve float32 parameters. None: the dtype of the weight.

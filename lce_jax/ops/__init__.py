@@ -1,4 +1,4 @@
-"""The public functions, one per file.
+"""Each file has one public function.
 
-`_logits` also has `masked_logprobs`; `_sharded` has all functions over a mesh.
+But `_logits` also has `masked_logprobs`, and `_sharded` has the functions over a mesh.
 """

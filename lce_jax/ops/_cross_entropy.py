@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: the cross entropy of a head, from `linear_logprobs` or in the chunks of `linear_loss`."""
+"""`linear_cross_entropy`: a head's cross entropy, computed like `linear_loss` or from `linear_logprobs`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def linear_cross_entropy(
     The loss of a token is ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``, where ε is the label smoothing.
     This is the cross entropy against ``(1 - ε)·onehot + ε/V``, plus a penalty that keeps ``lse`` near 0.
 
-    If a mean or a sum is differentiated, its forward computes the gradients, as in `linear_loss`, with three matrix
-    products in all. With ``cache_bytes``, the backward computes the gradients.
+    The forward of a differentiated mean or sum also computes the gradients, as `linear_loss` does. Forward and backward
+    together take three matrix products. With ``cache_bytes``, the backward computes the gradients.
 
     Args:
         hidden, weight, labels, where: as in `linear_logprobs`.
@@ -57,26 +57,27 @@ def linear_cross_entropy(
             and is differentiable.
         class_weights: ``[V]`` floats, PyTorch's ``weight``: each token's loss is multiplied by the entry of its label.
             "mean" then divides by the sum of these factors, or by ``normalizer``. Inside ``shard_map``, pass the
-            entries of this shard's part of the vocabulary. A label outside the vocabulary has the factor 0. No
-            gradient, as in PyTorch. Not with ``label_smoothing``. None: the factor is 1 for every label.
+            entries of this shard's part of the vocabulary. A label outside the vocabulary has the factor 0. The factors
+            have no gradient, as in PyTorch, and are refused with ``label_smoothing``. None: the factor is 1 for every
+            label.
         normalizer: the divisor of "mean", in place of the number of rows that count in this call. Give the number of
-            rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
-            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; a 0 in an
-            array counts as 1. None: the number of rows that count in this call.
+            rows in all micro-batches, or inside ``shard_map`` on all devices, so that the losses and their gradients
+            add up to the mean over all rows. It is a positive number, or an array of shape (), which may be traced; a 0
+            in an array counts as 1. None: the number of rows that count in this call.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
             dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
             tokens form a single chunk if this needs no more memory than several chunks and the sum. None: 1400 MiB (256
             MiB on a CPU).
-        **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. With ``cache_bytes``, even
-            with 0, the backward computes the gradients, and recomputes what the forward does not keep. Then, and in the
-            other cases that Memory lists, ``chunk_bytes`` is refused.
+        **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. If ``cache_bytes`` is
+            given, even as 0, the backward computes the gradients, and recomputes what the forward does not keep. In
+            this case and the others that Memory lists, ``chunk_bytes`` is refused.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
-        Inside ``shard_map`` it covers the rows of this shard: average it over the data axes yourself, or sum it with
-        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``. Per-token arrays, ``z_loss`` and ``normalizer`` may have
-        types that vary over ``axis_name`` if every shard holds the same values. Where the values differ, the loss is
-        NaN.
+        Inside ``shard_map`` the loss covers the rows of this shard: average it over the data axes yourself, or pass
+        ``normalizer=jax.lax.psum(jnp.sum(where), "data")`` and sum it. Per-token arrays, ``z_loss`` and ``normalizer``
+        may have types that vary over ``axis_name`` if every shard holds the same values. Where the values differ, the
+        loss is NaN.
 
     Raises:
         UnsupportedError: a requested implementation cannot serve the call; the message says why.
@@ -85,16 +86,16 @@ def linear_cross_entropy(
 
     Memory:
         A differentiated mean or sum takes the memory of `linear_loss`: O(chunk + T) beyond the gradients, and with
-        several chunks dweight in float32, V·H·4 bytes. In the following cases the backward computes the gradients, and
-        the memory is that of `linear_logprobs`: ``reduction="none"``; ``cache_bytes`` (0 takes the least memory);
+        several chunks V·H·4 bytes for dweight in float32. In the following cases the backward computes the gradients,
+        and the memory is that of `linear_logprobs`: ``reduction="none"``; ``cache_bytes`` (0 takes the least memory);
         ``gradient_threshold`` or ``vocab_part_size``; float16, because only the backward knows the loss scale; label
         smoothing with a softcap. A call that is not differentiated only runs the forward, and so does the first run
         under ``jax.checkpoint``. `explain` says which pass computes the gradients of a call.
 
     Numerics:
         If the forward computes the gradients, each is rounded once, and then multiplied by the loss's cotangent. A
-        power of two, such as 1 or a loss scale, changes no digit. Any other cotangent rounds the gradient a second
-        time, in the gradient's dtype; to avoid this, pass the factor as ``normalizer``.
+        cotangent that is a power of two, such as 1 or a loss scale, changes no digit. Any other rounds the gradient a
+        second time, in the gradient's dtype; to avoid this, replace the factor by a ``normalizer``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -141,7 +142,7 @@ class _Loss(NamedTuple):
 
 
 def _compare_shards(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Any, Array | None]:
-    """Returns the arrays typed as equal on every shard of ``axis_name``, and in which rows they really are equal."""
+    """Returns the arrays, with types that do not vary over ``axis_name``, and a mask of the rows with equal values."""
     _checks.find_axis_size(axis_name)
     (labels, where), agree = _collectives.equalize_shards((labels, where), labels.ndim, axis_name)
     numbers, numbers_agree = _collectives.equalize_shards(numbers, 0, axis_name)
@@ -172,9 +173,10 @@ def _gather_factors(axis_name: Any, weights: Array, labels: Array, where: Array 
 def _sum_in_forward(
     loss: _Loss, call: Call, arrays: list[Any], factors: Array | None, numbers: tuple[Array | None, Array | None]
 ) -> Array:
-    """Computes the loss as `linear_loss` does. Each token's loss is divided first, so each gradient is rounded once.
+    """Computes the loss as `linear_loss` does.
 
-    This function is jitted because outside ``jit`` each call would compile its loop again.
+    Each token's loss is divided before the sum, so that each gradient is rounded once. The function is jitted because
+    outside ``jit`` each call would compile its loop again.
     """
     bound, (penalty, normalizer), smooths = Bound(call, *arrays), numbers, loss.label_smoothing > 0
     rows, dtype = bound.rows, call.stat_dtype
@@ -201,7 +203,7 @@ def _reduce_results(
     traced_z_loss: Array | None,
     normalizer: Array | None,
 ) -> Array:
-    """Computes the loss from the results. The function is jitted, so that Python scalars are not transferred."""
+    """Computes the loss from the results. The function is jitted, so that no Python scalars are transferred."""
     outputs = out.outputs
     each = _compute_token_loss(
         outputs.logprobs, outputs.lse, out.mean_logit, loss.label_smoothing, loss.z_loss, traced_z_loss

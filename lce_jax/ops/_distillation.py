@@ -38,42 +38,42 @@ def distillation_loss(
     - ``"jsd"``: ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``, the generalised Jensen-Shannon
       divergence.
 
-    The log-probabilities of both models are those under their whole vocabularies, at one temperature τ. Multiply the
-    result by τ² to keep the size of the gradients (Hinton et al.). `lce_jax.linear_kl` computes the divergence over the
-    whole vocabulary.
+    Both models' log-probabilities are those over the whole vocabulary, at the same temperature τ. Multiply the result
+    by τ² to keep the size of the gradients (Hinton et al.). `lce_jax.linear_kl` computes the divergence over the whole
+    vocabulary.
 
     Args:
-        candidate_logprobs: ``[..., K]`` ln q of the candidates, nats: the field with this name that
-            ``linear_logprobs(..., candidates=ids)`` returns.
-        teacher_logprobs: ``[..., K]`` ln p of the same ids, nats. No gradient. -inf means p = 0; then a reverse KL is
-            infinite.
-        ids: ``[..., K]`` the candidates. All ids of a token differ; -1 stands for no candidate, and the
-            log-probabilities there are not read. An id out of vocabulary must be -1 too.
+        candidate_logprobs: ``[..., K]`` ln q of the candidates, in nats. ``linear_logprobs(..., candidates=ids)``
+            returns a field with this name.
+        teacher_logprobs: ``[..., K]`` ln p of the same ids, in nats. It has no gradient. -inf means p = 0, which makes
+            a reverse KL infinite.
+        ids: ``[..., K]`` the candidates. The ids of a token must differ from each other; -1 stands for no candidate,
+            whose log-probabilities are not read. Replace ids outside the vocabulary by -1.
         divergence: "forward_kl", "reverse_kl" or "jsd".
         beta: the teacher's weight β in (0, 1) in "jsd": a number, or an array of shape (), which may be traced. As β
             approaches 0, the gradient approaches β times that of the forward KL; as β approaches 1, it approaches 1 - β
             times that of the reverse KL. The result is exact to rounding near both ends. For β near 1, give a Python
-            number, because a float32 array has few digits of 1 - β. No gradient. None: 0.5.
-        rest: what happens to the probability outside the candidates. "bin": for both models, all of it is one more
-            candidate. So the result is a divergence of two distributions, at least 0 and at most the divergence over
-            the whole vocabulary. "drop": it is left out, and the sums are over the candidates alone. Then a KL may be
-            negative, and nothing ties the student's mass on the candidates to the teacher's. "renormalize": p and q are
-            divided by their sums over the candidates.
+            number, because a float32 array has few digits of 1 - β. β has no gradient. None: 0.5.
+        rest: what happens to the probability outside the candidates. "bin": in each model, it forms one more candidate.
+            So the result is a divergence of two distributions: at least 0, and at most the divergence over the whole
+            vocabulary. "drop": the sums cover the candidates alone. Then a KL may be negative, and nothing ties the
+            student's mass on the candidates to the teacher's. "renormalize": p and q are divided by their sums over the
+            candidates.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
 
     Returns:
-        ``[...]`` in nats, float32 (float64 if one of the two inputs is). 0 in a row without candidates. NaN in a row in
-        which the candidates of student or teacher have a total probability above 1.01, because ids repeat or the
-        numbers are not log-probabilities. "renormalize" accepts any logits and has no such row.
+        ``[...]`` in nats, float32 (float64 if one of the two inputs is). A row without candidates returns 0. A row
+        returns NaN if its candidates have a total probability above 1.01 under one of the models: then ids repeat, or
+        the numbers are not log-probabilities. "renormalize" accepts any logits and has no such row.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values.
 
     Numerics:
-        Everything is float32. The rest ``1 - Σ q`` is computed without cancellation if one candidate has nearly all
-        mass: as ``-expm1`` of its log-probability, minus the other masses. Log-probabilities in float32 determine the
-        rest to 1e-7. So a rest below 2⁻²⁰ counts as 2⁻²⁰ in a logarithm, and then has no gradient.
+        Everything is float32. The rest ``1 - Σ q`` is ``-expm1`` of the largest log-probability, minus the other
+        masses, so nothing cancels if one candidate has nearly all mass. Log-probabilities in float32 determine the rest
+        to 1e-7. So a rest below 2⁻²⁰ counts as 2⁻²⁰ in a logarithm, and then has no gradient.
 
     Example:
         >>> import jax.numpy as jnp
@@ -123,7 +123,7 @@ class _Bins(NamedTuple):
 def _divergence(
     divergence: str, rest: str, student: Array, teacher: Array, ids: Array, where: Array | None, weights: Any
 ) -> Array:
-    """Computes the divergence. It is jitted because outside ``jit`` each number in an expression is a transfer."""
+    """Computes the divergence. Outside ``jit``, each number in an expression would be transferred to the device."""
     dtype = jnp.promote_types(jnp.promote_types(student.dtype, teacher.dtype), jnp.float32)
     is_candidate = ids >= 0 if where is None else (ids >= 0) & where[..., None]
     q, p = (_bins(x.astype(dtype), is_candidate, rest) for x in (student, lax.stop_gradient(teacher)))

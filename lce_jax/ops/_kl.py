@@ -31,16 +31,21 @@ def linear_kl(
     teacher_bias: Float[ArrayLike, "V"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "*b"]:
-    """Exact KL or JS divergence, or total variation, of two heads over one whole vocabulary, per token.
+    """Exact KL or JS divergence, or total variation, of two heads at each token, over the whole vocabulary.
 
     No logits of either head are stored.
 
-    Let p be the teacher's probabilities and q the student's. ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
-    ``"reverse"`` is ``KL(q ‖ p) = Σ q (ln q - ln p)``, ``"jsd"`` is the generalised Jensen-Shannon divergence
-    ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``, and ``"tv"`` is ``½ Σ |p - q| = 1 - Σ min(p, q)``,
-    the total variation. The result has first derivatives with respect to the student's ``hidden``, ``weight`` and
-    ``bias``; the teacher has no gradient. At a temperature τ, multiply a KL or JSD by τ² to keep the size of its
-    gradients. If you only have a teacher's top k, see `lce_jax.losses.distillation_loss`.
+    Let p be the teacher's probabilities and q the student's:
+
+    - ``"forward"``: ``KL(p ‖ q) = Σ p (ln p - ln q)``;
+    - ``"reverse"``: ``KL(q ‖ p) = Σ q (ln q - ln p)``;
+    - ``"jsd"``: ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``, the generalised Jensen-Shannon
+      divergence;
+    - ``"tv"``: ``½ Σ |p - q| = 1 - Σ min(p, q)``, the total variation.
+
+    The result has first derivatives with respect to the student's ``hidden``, ``weight`` and ``bias``; the teacher has
+    no gradient. At a temperature τ, multiply a KL or JSD by τ² to keep the size of its gradients. If you only have a
+    teacher's top k, see `lce_jax.losses.distillation_loss`.
 
     Args:
         hidden, weight, where: the student's operands, and the rows that count, as in `linear_logprobs`.
@@ -52,53 +57,53 @@ def linear_kl(
         beta: the teacher's weight β in (0, 1) in "jsd": a number, or an array of shape (), which may be traced. As β
             approaches 0, the gradient approaches β times that of the forward KL; as β approaches 1, it approaches 1 - β
             times that of the reverse KL. The result is exact to rounding near both ends. For β near 1, give a Python
-            number, because a float32 array has few digits of 1 - β. No gradient. None: 0.5.
+            number, because a float32 array has few digits of 1 - β. β has no gradient. None: 0.5.
         teacher_temperature: the temperature of the teacher's logits. "same": the student's.
         teacher_logit_softcap: the softcap of the teacher's logits. None: no cap. "same": the student's. "unset": no
-            cap, but refused if the student has one, because each model has its own cap.
-        teacher_logit_scale: the scale of the teacher's logits. "same": the student's. "unset": 1, but refused if the
-            student's scale is another number or an array.
+            cap; the call is refused if the student has one, because each model has its own cap.
+        teacher_logit_scale: the scale of the teacher's logits. "same": the student's. "unset": 1; the call is refused
+            if the student's scale is another number or an array.
         teacher_weight_layout: the layout of the teacher's weight. "same": the student's.
         teacher_bias: ``[V]``, the bias of the teacher's logits, without a gradient. None: no bias.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``candidates``, ``gradient_threshold``,
             ``vocab_part_size``, ``logit_floor`` and ``lora``. ``axis_name`` splits both weights, which must have
             equally many columns on each shard. ``cache_bytes`` keeps two numbers for each token and column of the first
-            vocabulary tiles. With bfloat16 weights they take 4 bytes in "forward", and 6 bytes in the other directions
-            or if the student has a softcap; 6 bytes with float16 weights; 8 bytes on a CPU and with float32 weights.
-            ``explain(..., teacher=, direction=).full_cache_bytes`` is enough for all tiles. With a cache the value has
-            the same bits, and the gradient of the logits is rounded once more.
+            vocabulary tiles. The two take 8 bytes on a CPU or with float32 weights, and 6 bytes otherwise; but with
+            bfloat16 weights in "forward", 4 bytes if the student has no softcap.
+            ``explain(..., teacher=, direction=).full_cache_bytes`` is enough for all tiles. A cache changes no bit of
+            the result, but the gradient of the logits is rounded once more.
 
     Returns:
-        ``[...]`` in nats, or a probability for "tv", at least 0, float32 (float64 if one of the weights is).
+        ``[...]`` of at least 0, in nats ("tv": a probability), float32 (float64 if one of the weights is).
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also weights with
-            different numbers of columns, unless ``vocab_size`` is given; over a split vocabulary they must be equal.
-        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values. Also if the weights
+            have different numbers of columns, unless ``vocab_size`` is given and the vocabulary is not split.
+        NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).
+        UnsupportedError: a requested implementation cannot serve the call; the message says why.
 
     Memory:
-        With kernels (16-bit heads on a Hopper GPU), the forward takes six numbers per token and 256 columns, at most
-        160 MiB, and the backward takes a chunk of the gradient of the logits. Without kernels, each pass takes a tile
-        of both models' logits, together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials. The
-        backward also takes ``dhidden`` in float32. Between the passes, six numbers per token are kept, and eight with
-        "jsd" and "tv". On an H100 in bfloat16, with 4096 tokens, hidden sizes of 4096 and a vocabulary of 151,936, the
-        forward and backward of a KL take 328 MiB, and 7.0 GiB with stored logits. The cache of ``cache_bytes`` is
-        additional, by default up to 1 GiB on a GPU.
+        With kernels (16-bit heads on a Hopper GPU), the forward takes six numbers for each token and each 256 columns,
+        at most 160 MiB, and the backward takes a chunk of the gradient of the logits. Without kernels, each pass takes
+        a tile of both models' logits (together at most 16 MiB on a CPU, 128 MiB elsewhere) and the exponentials of
+        these logits. The backward also takes ``dhidden`` in float32. Between the passes, six numbers per token are
+        kept, and eight with "jsd" and "tv". On an H100 in bfloat16, with 4096 tokens, hidden sizes of 4096 and a
+        vocabulary of 151,936, the forward and backward of a KL take 328 MiB; with stored logits they take 7.0 GiB. A
+        cache takes further memory, by default up to 1 GiB on a GPU.
 
     Numerics:
         Every sum and exponential is float32, and each gradient is rounded once. The backward recomputes the logits, so
         forward and backward together take four products with the student's head and two with the teacher's. "jsd" and
         "tv" take five and three, because they need both normalisers first. A full cache saves one product with each
         head in the backward: three and one, or four and two. Equal heads have a divergence and a gradient of 0 up to
-        rounding. The gradient of "tv" jumps where p and q of an id are equal, and 0 stands for its sign there; where
-        they differ by rounding only, the sign is that of the rounding. At small temperatures too, value and gradients
-        are as exact as with stored float32 logits. With ``cache_bytes=0`` they are more exact in "reverse", "jsd"
-        and "tv" where the student is nearly one-hot.
+        rounding. The gradient of "tv" contains the sign of q - p for each id, which is 0 if both are equal. If they
+        differ only by rounding, rounding decides the sign. At small temperatures too, value and gradients are as exact
+        as with stored float32 logits. With ``cache_bytes=0`` they are more exact in "reverse", "jsd" and "tv" where the
+        student is nearly one-hot.
 
     Sharding:
-        As for `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit
-        axes) or by XLA (Auto axes, where ``cache_bytes`` keeps nothing; not on TPUs). Inside ``shard_map``, give
+        Under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or by XLA (Auto axes).
+        Over Auto axes ``cache_bytes`` keeps nothing, and TPUs refuse Auto axes. Inside ``shard_map``, give
         ``axis_name``. ``vmap`` adds its batch to the tokens. The gradients of its examples are computed one by one,
         because each example has its own dweight. Examples with their own weights, and examples that ask for a cache,
         are computed one by one in the forward too.

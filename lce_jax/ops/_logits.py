@@ -26,8 +26,8 @@ def masked_logprobs(
 ) -> LogprobOutput:
     """Log-probability and entropy of a softmax over a set of ids, such as the ids that top-k or top-p sampling keeps.
 
-    The logits z come from `linear_logits`. ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, ``logprobs = z[label] - lse``, and
-    ``entropy = -Σ p ln p`` over the set. All three are differentiable in ``logits``.
+    Let z be the logits from `linear_logits`. Then ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])``,
+    ``logprobs = z[label] - lse``, and ``entropy = -Σ p ln p`` over the set. All three are differentiable in ``logits``.
 
     Args:
         logits: ``[..., K]``, the logits that `linear_logits` returns for ``ids``.
@@ -36,10 +36,10 @@ def masked_logprobs(
         labels: ``[...]`` integer vocabulary ids; they stay global ids if the vocabulary is split.
 
     Returns:
-        A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. If the label
-        is not in the set, the logprob is -inf, because sampling could not have drawn it. If the label is negative, as
-        in a prompt, the logprob is 0, as in `linear_logprobs`. In both cases the logprob has no gradient. If the set is
-        empty, all three are 0.
+        A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, each ``[...]`` in the dtype of the logits. If the
+        label is not in the set, the logprob is -inf, because sampling could not have drawn it. If the label is negative
+        (in a prompt, say), the logprob is 0, as in `linear_logprobs`. In both cases the logprob has no gradient. If the
+        set is empty, all three are 0.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit; the message has the values.
@@ -69,7 +69,7 @@ def masked_logprobs(
 
 @functools.partial(jax.jit, inline=True)
 def _masked(logits: Array, ids: Array, labels: Array) -> LogprobOutput:
-    """Computes `masked_logprobs`. The function is jitted, so that Python scalars are not transferred."""
+    """Computes `masked_logprobs`. The function is jitted, so that no Python scalars are transferred."""
     # Without the barrier, a compiler may fuse the logits' computation into u and round it differently, so that u > 0.
     logits = lax.optimization_barrier(logits)
     in_set = ids >= 0
@@ -104,8 +104,8 @@ def linear_logits(
 
     Args:
         hidden, weight: as in `linear_logprobs`.
-        ids: ``[..., K]`` vocabulary ids per token, integers that stay global ids if the vocabulary is split; K from 1
-            to 512. -1 stands for no id.
+        ids: ``[..., K]`` integer vocabulary ids per token, with K from 1 to 512; they stay global ids if the vocabulary
+            is split. -1 stands for no id.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
@@ -122,7 +122,8 @@ def linear_logits(
         NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).
 
     Memory:
-        Beyond the operands and the gradients: O(T·K), and a few chunks of gathered weight rows, 32 MiB each.
+        The call takes O(T·K) beyond the operands and the gradients, and a few chunks of gathered weight rows, 32 MiB
+        each.
 
     Numerics:
         Every sum is float32, and each gradient is rounded once, to its operand's dtype. There is no matrix product, so
@@ -130,9 +131,9 @@ def linear_logits(
         gradients of an id that occurs many times are added in a fixed order.
 
     Sharding:
-        As for `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit
-        axes) or by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. The only collective of the
-        forward sums one value per id over the shards, or two if the call is differentiated.
+        Under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or by XLA (Auto axes,
+        which TPUs refuse). Inside ``shard_map``, give ``axis_name``. The only collective of the forward sums one value
+        per id over the shards, or two if the call is differentiated.
 
     Example:
         >>> import jax.numpy as jnp

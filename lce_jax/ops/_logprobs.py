@@ -70,24 +70,25 @@ def linear_logprobs(
     No label is ignored by default. Give ``ignore_index=-100`` to ignore the labels that PyTorch ignores.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, even an empty one. bfloat16, float16, float32 or float64.
-            Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is the dtype of the matrix products.
+        hidden: ``[..., H]`` hidden states with any leading shape, even an empty one, in bfloat16, float16, float32 or
+            float64. They are cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` weight of the head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix
+            products.
         labels: ``[...]`` integer vocabulary ids; they stay global ids if the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, with the gradient of ``-lse``; its row counts unless
+            vocabulary (negative, or at least V) has logprob 0, with the gradient of ``-lse``; its row counts unless
             ``ignore_index`` excludes it.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         ignore_index: rows with this label do not count, as in PyTorch. None: every label counts; a label outside the
             vocabulary has logprob 0.
-        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one value
-            per token, or per sequence as ``[b, 1]``). No gradient. A known value that is not positive and finite raises
-            an error. In a traced array, such a value makes its row NaN, without a gradient; other rows are not
+        temperature: the divisor of the float32 logits: a positive number, or an array that broadcasts to ``labels``
+            (one value per token, or per sequence as ``[b, 1]``). It has no gradient. A value that is not positive and
+            finite raises an error; in a traced array it makes its row NaN, without a gradient, and other rows are not
             affected.
-        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
-            or an array of shape (), which may be traced. None: no cap. No gradient.
-        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
-            be traced. No gradient.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, which is applied before the temperature (Gemma 2: 30): a
+            positive number, or an array of shape (), which may be traced. It has no gradient. None: no cap.
+        logit_scale: the factor by which the float32 logits are first multiplied (Cohere, MuP): a number, or an array of
+            shape (), which may be traced. It has no gradient.
         entropy: False: ``.entropy`` is None and costs nothing.
         stats: True adds ``.max_logit`` and ``.min_logit`` (the extremes of ``z``), ``.correct`` (whether the label's
             logit is the largest; token accuracy is ``out.correct.mean()``), ``.sum_p_squared`` (Σ p² over the
@@ -105,7 +106,7 @@ def linear_logprobs(
             call that is not differentiated keeps nothing either. None: up to 1 GiB on a GPU; 0 elsewhere, under
             ``vmap``, over Auto axes, and on a machine with several devices if tracing sees no mesh. Inside ``jit``, the
             backward may overwrite the cache; outside ``jit``, it overwrites a copy. Kernels overwrite it if V is a
-            multiple of 8 (128 before Hopper), and "xla" if all tiles are cached and no row or column is masked.
+            multiple of 8 (128 before Hopper), and "xla" does if all tiles are cached and no row or column is masked.
         precision: precision of the matrix products with float32 operands. The default may be TF32 (GPU) or bfloat16
             (TPU); "highest" is exact to float32 rounding.
         implementation: "mosaic_gpu" (kernels for NVIDIA GPUs), "xla" (every device), or a tuple of both, tried in
@@ -113,36 +114,35 @@ def linear_logprobs(
             shows the choice and the reasons.
         bias: ``[V]``, added to the float32 products before the scale, and split like the weight's vocabulary. Its
             gradient is summed in float32 and rounded once. "mosaic_gpu" does not support it. None: no bias.
-        candidates: ``[..., K]`` vocabulary ids per token, integers and global like labels, with K from 1 to 512. The
-            call then returns ``.candidate_logprobs`` too. -1 stands for no candidate. The result is 0, without a
-            gradient, for -1 and for an id outside the vocabulary. A token may have the same id twice. None: no
-            candidates.
+        candidates: ``[..., K]`` integer vocabulary ids per token, global like labels, with K from 1 to 512. The call
+            then returns ``.candidate_logprobs`` too. -1 stands for no candidate. The result is 0, without a gradient,
+            for -1 and for an id outside the vocabulary. A token may have the same id twice. None: no candidates.
         gradient_threshold: a number in [0, 1). The gradients leave out a tile (128 tokens by 256 vocabulary columns) if
             all its probabilities are below this number and it holds no label or candidate. All other tiles contribute
             exactly, and results never change. With 0, no tile is left out. Only "mosaic_gpu" leaves tiles out.
         vocab_part_size: how many columns each part of the vocabulary has, a multiple of 8 (128 before Hopper). The
             kernels begin a new tile at the first column of each part, so results have the same bits over any number of
             shards. Give the number of columns of the smallest shard that any of your meshes or process groups has. A
-            shard must consist of complete parts; only a vocabulary that is not split may end inside a part. Not with
-            ``cache_bytes`` or ``gradient_threshold``. Only "mosaic_gpu" guarantees these bits; other implementations
-            ignore the option.
+            shard must consist of complete parts; only a vocabulary that is not split may end inside a part. It is
+            refused with ``cache_bytes`` or ``gradient_threshold``. Only "mosaic_gpu" guarantees these bits; other
+            implementations ignore the option.
             None: each shard is one part.
-        logit_floor: f, a logit: a number, or an array that broadcasts to ``labels``. The softmax then covers only the
+        logit_floor: a logit f, as a number or an array that broadcasts to ``labels``. The softmax then covers only the
             label and the tokens v with ``z[v] >= f``, as after top-k, top-p or min-p sampling. The floor is a logit
             because a logit is one product. A probability contains a sum over V, which another program may round
             differently. `lce_jax.floors` makes floors and says what happens at the boundary. ``logprobs``, ``entropy``,
             ``lse`` and the extremes refer to this set, gradients outside the set are 0, and ``stats=True`` returns the
             size of the set as ``.support``. If the set is empty (no logit reaches f, and the label is outside the
-            vocabulary), the row's outputs and gradients are 0. With -inf, every token is in the set. A known NaN raises
-            an error; in a traced array, a NaN makes its row NaN, without a gradient. Not with ``candidates``. No
-            gradient.
+            vocabulary), the row's outputs and gradients are 0. With -inf, every token is in the set. A NaN raises an
+            error; in a traced array it makes its row NaN, without a gradient. The floor has no gradient, and is refused
+            with ``candidates``.
             None: every token.
-        lora: ``(A, B, scale)``, an adapter of a frozen weight: A ``[r, H]`` and B ``[V, r]``, as PEFT's
-            ``lora_A.weight`` and ``lora_B.weight``, and a scalar. The products are ``hidden · weightᵀ + u · Bᵀ`` with
-            ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient
+        lora: ``(A, B, scale)``, an adapter of a frozen weight. A is ``[r, H]`` and B is ``[V, r]``, like PEFT's
+            ``lora_A.weight`` and ``lora_B.weight``; scale is a scalar. The products are ``hidden · weightᵀ + u · Bᵀ``
+            with ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient
             (``jax.lax.stop_gradient(weight)``). A and B have gradients in their own dtypes; the scale has none.
             ``scale · A``, B and u are rounded to the weight's dtype. r is padded to a multiple of 64, and hidden is
-            copied, because u is appended to it. Not with ``bias``. None: no adapter.
+            copied, because u is appended to it. An adapter is refused with ``bias``. None: no adapter.
         **unknown: raises an error that suggests the intended option.
 
     Returns:
@@ -158,9 +158,9 @@ def linear_logprobs(
             computed. There is no warning if all labels are -100, because they are padding.
 
     Memory:
-        The forward takes O(T + tile) beyond the operands, and the backward O(T·H + tile) beyond the gradients, never
-        T·V. Between the passes, the call keeps a few values per token, and the cache. Candidates add O(T·K). `explain`
-        gives the bytes. An operand that is not differentiated has no gradient, and costs no matrix product.
+        The forward takes O(T + tile) beyond the operands, and the backward O(T·H + tile) beyond the gradients. Neither
+        takes T·V. Between the passes, the call keeps a few values per token, and the cache. Candidates add O(T·K).
+        `explain` gives the bytes. An operand that is not differentiated has no gradient, and costs no matrix product.
 
     Numerics:
         Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, before the gradient
@@ -192,8 +192,8 @@ def linear_logprobs(
         [-10.825, -10.825, 0.0]
 
     References:
-        Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum. The
-        derivation of the entropy's shifted sum and of the gradients is in ``lce_jax/mathematics/_logprobs.py``.
+        Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum.
+        ``lce_jax/mathematics/_logprobs.py`` derives the entropy's shifted sum and the gradients.
     """
     arguments = locals()
     options = {name: arguments[name] for name in _options.list_options("linear_logprobs")} | unknown
@@ -205,7 +205,7 @@ def linear_logprobs(
 def compute_results(arguments: Arguments, numbers: tuple[Array, ...] = ()) -> Results:
     """Returns the results of a call of `linear_logprobs`, from which losses are computed.
 
-    ``numbers`` are arrays of shape () that the loss uses. If a value differs between shards, all results are NaN.
+    ``numbers`` are arrays of shape () that the loss uses. If one of them differs between shards, all results are NaN.
     """
     call, primals, rows, agree = _describe.bind_call(arguments)
     if call.axis_name is not None:

@@ -53,8 +53,8 @@ def linear_loss(
 
     The derivative of a token's loss is known as soon as that token's results are known. So a differentiated call
     computes results, losses and gradients for one chunk of tokens after another. It recomputes no matrix product, and
-    stores the exponentials of only one chunk, however many tokens there are. A call that is not differentiated is a
-    plain forward. Divide the sum by any number that your objective needs.
+    stores the exponentials of only one chunk, however many tokens there are. A call that is not differentiated only
+    runs the forward. Divide the sum by any number that your objective needs.
 
     Args:
         loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)``, the loss of one token. The first three arguments are
@@ -64,10 +64,10 @@ def linear_loss(
             a mean over a sequence (GSPO), from the results of `linear_logprobs` with `lce_jax.rows.segment_mean`.
         hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
         per_token: the further arguments of ``loss_fn``. Give them by name, such as ``advantage=...``: then they cannot
-            be mixed up, and unknown or missing names raise an error. Each is an array or a tree of arrays. The shape of
-            an array is (), or begins with the shape of labels, where a size of 1 is broadcast (``[b, 1]``: one value
-            per sequence). Real and complex arrays are differentiable. Python and NumPy scalars are compiled in as
-            constants.
+            be mixed up, and unknown or missing names raise an error. Each is an array or a tree of arrays. An array's
+            shape is (), or begins with the shape of labels; there, a size of 1 is broadcast (``[b, 1]``: one value per
+            sequence). Real and complex arrays are differentiable. Python and NumPy scalars become constants of the
+            program.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
             dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
             tokens form a single chunk if this needs no more memory than several chunks and the sum. None: 1400 MiB (256
@@ -82,16 +82,16 @@ def linear_loss(
     Raises:
         UnsupportedError: a requested implementation cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values. Also if ``loss_fn``
-            does not return one floating-point scalar; reduces a scalar, as in ``jnp.mean(logprob)``, which would be a
-            mean over one token; closes over an array on a mesh, which JAX cannot use on one device; or, inside
-            ``shard_map``, closes over a traced array that devices with different tokens share. Pass such arrays as
-            per-token arguments.
+            does not return one floating-point scalar, or reduces a scalar (``jnp.mean(logprob)`` would be a mean over
+            one token). Also if it closes over an array on a mesh, which JAX cannot use on one device, or inside
+            ``shard_map`` over a traced array that devices with different tokens share: pass such arrays as per-token
+            arguments.
         NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).
 
     Memory:
-        A differentiated call takes O(chunk + T) beyond the gradients, and with several chunks dweight in float32, V·H·4
-        bytes. The forward already allocates the gradients. If hidden's gradient is summed over devices after the loop
-        (because the sequence is gathered, or other axes share hidden), it is float32 until then.
+        A differentiated call takes O(chunk + T) beyond the gradients, and with several chunks V·H·4 bytes for dweight
+        in float32. The forward already allocates the gradients. If hidden's gradient is summed over devices after the
+        loop (because the sequence is gathered, or other axes share hidden), it is float32 until then.
 
     Numerics:
         dweight and dbias are summed over the chunks in float32. With a cotangent of 1, each gradient is rounded once.
@@ -101,13 +101,13 @@ def linear_loss(
 
     Sharding:
         Under ``jit`` on a mesh, the call is partitioned like a matrix product, over batch, sequence and vocabulary: by
-        the operands' types over Explicit axes, by XLA over Auto axes (not on TPUs). `sharded_linear_loss` takes the
-        axes by name. Inside ``shard_map``, give ``axis_name``. Per-token arguments may have types that vary over this
-        axis if every shard holds the same values; rows with different values return NaN. ``vmap`` computes its examples
-        one by one; if an Explicit axis splits the examples, each device computes its own examples.
+        the operands' types over Explicit axes, by XLA over Auto axes (which TPUs refuse). `sharded_linear_loss` takes
+        the axes by name. Inside ``shard_map``, give ``axis_name``. Per-token arguments may have types that vary over
+        this axis if every shard holds the same values; rows with different values return NaN. ``vmap`` computes its
+        examples one by one; if an Explicit axis splits the examples, each device computes its own examples.
 
     Compilation:
-        Outside ``jit``, each ``loss_fn`` and kind of call is compiled once, and the program lives as long as
+        Outside ``jit``, each kind of call is compiled once for each ``loss_fn``, and the program lives as long as
         ``loss_fn``. Reuse the function object, because a new one is compiled again. Variables that the function reads
         may change between calls.
 
@@ -154,7 +154,7 @@ def linear_loss(
 def sum_losses(
     loss_fn: Any, bound: Bound, arguments: Any, refusal: Callable[[str], ValueError] | None = None
 ) -> tuple[Array, LogprobOutput]:
-    """Computes `linear_loss` of a bound call. ``arguments`` has the positional and the named arguments of ``loss_fn``.
+    """Computes `linear_loss` for a bound call. ``arguments`` has the positional and the named arguments of ``loss_fn``.
 
     If the call computes the mean logit, ``loss_fn`` gets it after the other results. ``refusal`` makes the error for a
     ``loss_fn`` that mixes tokens; None skips this check, for functions of this package.

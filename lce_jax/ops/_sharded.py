@@ -239,7 +239,7 @@ def sharded_linear_kl(
     """`linear_kl` over a mesh, whose axes are named as in `sharded_linear_logprobs` and split both models.
 
     Returns:
-        ``[...]`` in nats, or a probability for "tv", at least 0, split like ``hidden``.
+        ``[...]`` of at least 0, in nats ("tv": a probability), split like ``hidden``.
 
     Memory:
         Per device, the memory of `linear_kl` for the device's tokens and columns. One all-gather of six values per

@@ -42,8 +42,8 @@ def linear_topk(
     ``z = cap(logit_scale · (hidden · weight + bias)) / temperature`` in float32. Among equal values, the smaller id
     comes first.
 
-    Not differentiable: a derivative that is used raises an error. For log-probabilities with a gradient, such as those
-    of a student, pass the ids to ``linear_logprobs(..., candidates=ids)``.
+    The results are not differentiable: a derivative that is used raises an error. For log-probabilities with a
+    gradient, such as those of a student, pass the ids to ``linear_logprobs(..., candidates=ids)``.
 
     Args:
         hidden, weight: as in `linear_logprobs`.
@@ -53,10 +53,11 @@ def linear_topk(
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
             ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. No option has a gradient. The
             temperature does not change the order; an invalid value in a traced temperature makes its row return ids of
-            -1 and NaN. The ``implementation`` is always "xla"; kernels would not be faster than XLA's matrix product.
+            -1, and NaN in the other fields. The ``implementation`` is always "xla"; kernels would not be faster than
+            XLA's matrix product.
 
     Returns:
-        A `TopK`: ids and logprobs ``[..., k]``, lse ``[...]``.
+        A `TopK` with ``ids`` and ``logprobs`` ``[..., k]``, and ``lse`` ``[...]``.
 
     Raises:
         UnsupportedError: a requested implementation cannot serve the call; the message says why.
@@ -65,9 +66,9 @@ def linear_topk(
         NotImplementedError: a derivative is used.
 
     Memory:
-        The logits of one chunk of tokens, at most 160 MiB (32 MiB on a CPU) unless 256 tokens (128 on a CPU) need more.
-        Also O(T·k), and with ``where`` a copy of ``hidden``. On a CPU, XLA copies a float16 weight to float32; a
-        bfloat16 weight too if the call has one token.
+        The call takes the logits of one chunk of tokens, at most 160 MiB (32 MiB on a CPU) unless 256 tokens (128 on a
+        CPU) need more. It also takes O(T·k), and with ``where`` a copy of ``hidden``. On a CPU, XLA makes a float32
+        copy of a float16 weight, and of a bfloat16 weight if the call has one token.
 
     Numerics:
         Tokens are ordered by their float32 products. Softcap and temperature cannot change the order, even where they
@@ -76,9 +77,9 @@ def linear_topk(
         not bit for bit.
 
     Sharding:
-        As for `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit
-        axes) or by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. One all-gather of 2k + 1
-        values per token, or 3k + 1 with a softcap, merges the shards' k largest.
+        Under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or by XLA (Auto axes,
+        which TPUs refuse). Inside ``shard_map``, give ``axis_name``. One all-gather of 2k + 1 values per token, or 3k +
+        1 with a softcap, merges the shards' k largest.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,7 +104,7 @@ def linear_topk(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _program(call: Call, primals: Primals, rows: Rows) -> TopK:
-    """Computes the results of global arrays, or of one device's arrays. The function is jitted to compile it once."""
+    """Computes the results of global arrays, or of one device's arrays. It is jitted, so that it is compiled once."""
     shape = rows.labels.shape
     if call.num_tokens == 0:
         k, dtype = call.top_k, call.stat_dtype
