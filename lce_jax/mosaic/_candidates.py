@@ -60,7 +60,7 @@ class PlacedCandidates(NamedTuple):
 
     @jax.named_scope("candidates")
     def entries(self, kernel_call: KernelCall, work: Worklist, sizes: Sizes) -> Int[Array, "T K"]:
-        """Returns each candidate's number in the `Worklist` of active tiles: that of the entries up to its tile."""
+        """Returns how many entries the list of active tiles has up to each candidate's tile."""
         return kernel_call.host.compute(_entries, self.columns, work.order, work.sums, sizes)
 
 
