@@ -125,8 +125,8 @@ class Prepared(NamedTuple):
     # The mask is 1 on padding, in the tile with the first padding column and in the tile after it. With vocabulary
     # parts, there are two such masks: of a full part, and of the part in which padding begins.
     mask: Int[Array, "2*tile"]
-    num_columns: Any  # how many columns are unpadded: an array or a number; None if kernels need not know it
-    num_rows: Any  # how many rows are unmasked: an array or a number
+    num_columns: Any  # how many columns are unpadded: an array or a number; None if a `Span` has it
+    num_rows: Any  # how many rows are unmasked: an array or a number; None if a `Span` has it
     floor: Float[Array, "Tp"] | None = None  # in the units of x; None: every column counts
 
 
