@@ -1,13 +1,13 @@
 """Eqs. 6 to 11: statistics of two heads over one vocabulary, their divergences and the gradients, tile by tile.
 
-The forward may cache two numbers of each column of a tile. Here u is relative to each head's largest x in the tile, and
-v is relative to the x of q in the column where the x of p is largest:
+The forward may cache two numbers for each column of a tile. In the tile, u is relative to each head's largest x, and v
+is relative to the x of q in the column where the x of p is largest:
 
 forward    e, the larger of e^{u_p} and e^{u_q}, and t = u_q - u_p. Then e^{u_p} = e · e^{-max(t, 0)} and
            e^{u_q} = e · e^{min(t, 0)}. Where the two distributions are close, t is near 0 and its rounding error is a
-           fraction of t. So the gradient, which is their difference, has the error of one rounding.
+           fraction of t. So the gradient, the difference of the distributions, has the error of one rounding.
 reverse    e^{u_p} and r = v_q - u_p. r is small where p has its mass, even where q has almost no mass.
-jsd, tv    e^{u_p} and t. What is computed from t is bounded where q has almost no mass.
+jsd, tv    e^{u_p} and t. The quantities computed from t are bounded even where q has almost no mass.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KLStatistics(NamedTuple):
 
     @property
     def references(self) -> tuple[Array, Array, Array]:
-        """The values of x to which the sums are relative."""
+        """The values of x to which the sums are relative: max_p, max_q and at_p."""
         return self.max_p, self.max_q, self.at_p
 
     @property
@@ -75,7 +75,7 @@ def tile_statistics(
     scales: tuple[RowScale, RowScale],
     unpadded: Bool[Array, "n"] | None,
 ) -> KLStatistics:
-    """Computes eqs. 1 and 6 over a tile of both models' x, p first. ``unpadded`` is False in padding columns."""
+    """Computes eqs. 1 and 6 over a tile of both models' x, p's first. ``unpadded`` is False in padding columns."""
 
     def mask(values: Float[Array, "T n"]) -> Float[Array, "T n"]:
         return values if unpadded is None else jnp.where(unpadded[None, :], values, MASKED)
@@ -94,14 +94,14 @@ def sum_rows(*terms: Float[Array, "T n"]) -> tuple[Float[Array, "T"], ...]:
 
 
 def relative_logits(x: Float[Array, "T n"], reference: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
-    """Returns the logits minus the logit at ``reference``: x is subtracted first and scaled after that."""
+    """Returns the logits minus the logit at ``reference``. The values of x are subtracted first, then scaled."""
     return (x - reference[:, None]) * (scale if isinstance(scale, float | int) else scale[:, None])
 
 
 def shifted_logits(x: Float[Array, "T n"], highest: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
-    """Returns the u of eq. 1, at most 0.
+    """Returns the u of eq. 1, clipped to at most 0.
 
-    The clip matters where x is recomputed, because it may then round differently than in the maximum.
+    The clip matters where x is recomputed, because x may then be rounded differently than in the maximum.
     """
     return jnp.clip(relative_logits(x, highest, scale), MASKED, 0.0)
 
@@ -110,7 +110,7 @@ class RunningKL(NamedTuple):
     """The statistics of a growing union of parts, and the accumulated rounding errors of its sums."""
 
     stats: KLStatistics
-    lost: tuple[Array, Array, Array]
+    lost: tuple[Array, Array, Array]  # the rounding errors
 
     @classmethod
     def start(cls, empty: KLStatistics) -> RunningKL:
@@ -144,7 +144,7 @@ def merge(parts: KLStatistics, scales: tuple[RowScale, RowScale]) -> KLStatistic
 def union(
     parts: Sequence[KLStatistics], scales: tuple[RowScale, RowScale], exp: Callable[[Array], Array] = jnp.exp
 ) -> KLStatistics:
-    """Merges a few statistics, [T] each, by eqs. 2 and 7 in their order. They need no common array, as in kernels.
+    """Merges a few statistics, [T] each, by eqs. 2 and 7 in their order. Kernels use it, because it stacks no arrays.
 
     ``exp`` is `jnp.exp2` for statistics in base 2.
     """
@@ -187,7 +187,7 @@ def finish(stats: KLStatistics, scale_q: RowScale, where: Bool[Array, "T"] | Non
 
 
 class KLCoefficients(NamedTuple):
-    """Each token's numbers in eq. 8. The factors include the row factor of eq. 5.
+    """Each token's coefficients in eq. 8. ``factor_p`` and ``factor_q`` include the row factor of eq. 5.
 
     Forward: dr = factor_q·e^{u_q} - factor_p·e^{u_p}. Reverse: dr = factor_p·e^{u_p}·(u_p - v_q - mean).
     """
@@ -229,14 +229,14 @@ class Ratios(NamedTuple):
         references: tuple[Array, Array, Array],
         scales: tuple[RowScale, RowScale],
     ) -> Ratios:
-        """Computes them from a tile of both models' x, relative to `KLStatistics.references`."""
+        """Computes the ratios from a tile of both models' x, relative to `KLStatistics.references`."""
         max_p, max_q, at_p = references
         u_p, u_q = shifted_logits(x[0], max_p, scales[0]), shifted_logits(x[1], max_q, scales[1])
         return cls(jnp.exp(u_p), jnp.exp(u_q), u_q - u_p, relative_logits(x[1], at_p, scales[1]) - u_p)
 
 
 def dlogits(ratios: Ratios, rows: KLCoefficients, reverse: bool) -> Float[Array, "T n"]:
-    """Computes eq. 8 over a tile: the gradient of the student's raw products, without the derivative of its cap."""
+    """Computes eq. 8 over a tile: the student's gradient, not yet multiplied by the derivative of its softcap."""
     e_p = ratios.e_p * rows.factor_p[:, None]
     if reverse:
         return e_p * (-ratios.distance - rows.mean[:, None])
@@ -249,15 +249,15 @@ MOST_DISTANCE = 80.0  # the largest difference of log-probabilities that is expo
 
 
 class MixtureReference(NamedTuple):
-    """The point d₀ of eq. 9, to which its logarithms are relative."""
+    """The point d₀ to which the logarithms of eq. 9 are relative."""
 
     ratio: Array | float  # e^{d₀}
     total: Array | float  # 1 - β + β e^{d₀}
-    most: Array | float  # the largest d that is exponentiated: then `relative_log_ratio`'s x is at most e^MOST_DISTANCE
+    most: Array | float  # the largest d that is exponentiated, so that x in `relative_log_ratio` is finite
 
     @classmethod
     def create(cls, d: Array, weights: Pair[Any], compute_slope: Slope) -> tuple[MixtureReference, Array]:
-        """Returns the reference for d₀ = ``d``, and its t₀."""
+        """Returns the reference for d₀ = ``d``, and t₀."""
         ratio, slope = jnp.exp(d), compute_slope(d, weights)
         most = MOST_DISTANCE - jnp.maximum(slope, 0.0)
         return cls(ratio, weights.student + weights.teacher * ratio, most), slope
@@ -279,10 +279,10 @@ def log_ratio(d: Array, weights: Pair[Array]) -> Array:
 def relative_log_ratio(d: Array, distance: Array, weights: Pair[Array], reference: MixtureReference) -> Array:
     """Returns the t - t₀ of eq. 9, -ln((1 - β + β e^d) / (1 - β + β e^{d₀})), from d and ``distance`` = d - d₀.
 
-    Near t₀ it is computed as -ln(1 + x) with x = β (e^d - e^{d₀}) / (1 - β + β e^{d₀}). The difference in x is exact
-    there because d - d₀ is exact. Where 1 + x is far below 1, the logarithm is that of a sum without a difference.
+    Near t₀ the result is computed as -ln(1 + x) with x = β (e^d - e^{d₀}) / (1 - β + β e^{d₀}). The difference in x is
+    accurate there because d - d₀ is exact. Where 1 + x is far below 1, the logarithm of the sum is computed instead.
     """
-    own, other = weights  # 1 - β and β, or the other way round
+    own, other = weights  # 1 - β and β, or β and 1 - β
     e = jnp.exp(jnp.minimum(d, reference.most))
     growth = jnp.sign(distance) * -jnp.expm1(-jnp.abs(distance)) * jnp.maximum(e, reference.ratio)
     x = other / reference.total * growth
@@ -296,7 +296,7 @@ type References = tuple[Array, Array, Array]  # `KLStatistics.references`
 
 
 class CachedRatios(NamedTuple):
-    """The two cached numbers of each column, of one tile or of all cached tiles, in the dtypes of `choose_dtypes`."""
+    """The two cached numbers for each column of one or all cached tiles, in the dtypes of `choose_dtypes`."""
 
     e: Float[Array, "T n"]  # encoded by `_logprobs.encode_exponentials`
     ratio: Float[Array, "T n"]  # t or r
@@ -305,11 +305,10 @@ class CachedRatios(NamedTuple):
 def choose_dtypes(dtype: jnp.dtype, direction: Direction, capped: bool) -> tuple[jnp.dtype, jnp.dtype]:
     """Returns the dtypes of both cached numbers, for gradient products in ``dtype``.
 
-    ``capped``: whether the student has a softcap. In a forward KL, an error of t is an error of the smaller of the two
-    probabilities, which is e^{-|t|} of the larger one. So float16's 11 bits are enough next to bfloat16's 8 bits. With
-    a softcap, the softcap's derivative needs t itself where the student's probability is the smaller one. In the other
-    directions the gradient has the factor log-ratio minus mean, and this difference may cancel, so the log-ratio is
-    float32.
+    ``capped``: whether the student has a softcap. In a forward KL, an error of t changes only the smaller of the two
+    probabilities, which is e^{-|t|} times the larger one. So t in float16, with 11 bits, is enough next to bfloat16's 8
+    bits. But a softcap's derivative needs t itself where the student's probability is the smaller one. In the other
+    directions the gradient has the factor (log-ratio - mean), which may cancel, so the log-ratio is in float32.
     """
     if dtype.itemsize > 2:
         return dtype, dtype
@@ -318,7 +317,7 @@ def choose_dtypes(dtype: jnp.dtype, direction: Direction, capped: bool) -> tuple
 
 
 def encode_ratios(ratios: Ratios, dtypes: tuple[jnp.dtype, jnp.dtype], direction: Direction) -> CachedRatios:
-    """Encodes the ratios of a tile for the cache. They are relative to the references of this tile alone."""
+    """Encodes the ratios of a tile for the cache. The ratios are relative to the references of this tile alone."""
     most = jnp.finfo(dtypes[1]).max.astype(ratios.d.dtype)
     e = jnp.maximum(ratios.e_p, ratios.e_q) if direction == "forward" else ratios.e_p
     ratio = ratios.distance if direction == "reverse" else ratios.d
@@ -332,7 +331,7 @@ def decode_ratios(
     scales: tuple[RowScale, RowScale],
     direction: Direction,
 ) -> Ratios:
-    """Returns the ratios relative to ``references``, those of the whole vocabulary.
+    """Returns the cached ratios relative to ``references``, those of the whole vocabulary.
 
     Fields that the direction's gradient does not read may be wrong.
     """
@@ -353,7 +352,7 @@ def decode_ratios(
 def decode_student_x(
     cached: CachedRatios, tile_references: References, scales: tuple[RowScale, RowScale], direction: Direction
 ) -> Float[Array, "T n"]:
-    """Returns the student's capped x, in [-1, 1], from the cache."""
+    """Computes the student's capped x, in [-1, 1], from the cache."""
     student = 1 if direction == "forward" else 0
     highest, scale = tile_references[student], scales[student]
     u = _logprobs.decode_exponentials(cached.e, highest.dtype)[1]
@@ -401,7 +400,7 @@ class MixtureSums(NamedTuple):
 
 
 class Contrast(NamedTuple):
-    """What a direction computes in the pass that needs both normalisers: eq. 9 of a JSD, or eq. 11."""
+    """What a direction computes in the pass that needs both normalisers: eq. 9 for "jsd", eq. 11 for "tv"."""
 
     slope: Slope
     relative_slopes: Callable[[Ratios, Array, Mixture], Array]  # t - t₀ in a tile, from d
@@ -497,6 +496,6 @@ def mixture_coefficients(
 
 
 def mixture_dlogits(ratios: Ratios, rows: MixtureCoefficients, contrast: Contrast) -> Float[Array, "T n"]:
-    """Computes eq. 10 over a tile: the gradient of the student's raw products, without the derivative of its cap."""
+    """Computes eq. 10 over a tile: the student's gradient, not yet multiplied by the derivative of its softcap."""
     slopes = contrast.relative_slopes(ratios, ratios.d + rows.mixture.log_sums[:, None], rows.mixture)
     return ratios.e_p * rows.factor_p[:, None] * (slopes - rows.mean[:, None])

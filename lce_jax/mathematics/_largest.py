@@ -1,7 +1,7 @@
-"""The exact k largest values of each row. The largest comes first, and equal values are in the order of columns.
+"""Selects the exact k largest values of each row. The largest comes first; equal values are in the order of columns.
 
 A row is cut into groups of neighbouring columns. The k groups with the largest maxima contain the k largest values,
-because the maximum of each of these groups is at least as large as every value of any other group. Of groups with equal
+because the maximum of each of these groups is at least as large as every value in other groups. If groups have equal
 maxima, the first ones are chosen, so equal values keep their order. The k largest maxima are selected by the same
 method. So a few selections from about a thousand values replace one selection from the whole row.
 """
@@ -19,17 +19,17 @@ from lce_jax.mathematics._statistics import clip_to_finite
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
-WIDTHS = (2, 4, 8, 16, 32, 64, 128)  # the widths of a group to choose from
-SELECTION = 256  # the fixed cost of a selection, as a number of values to select from
-MAXIMA = 16  # writing and reading this many maxima costs as much as one value to select from
+WIDTHS = (2, 4, 8, 16, 32, 64, 128)  # the possible widths of a group
+SELECTION = 256  # the fixed cost of a selection: it equals the cost of this many values to select from
+MAXIMA = 16  # to write and read this many maxima costs as much as one value to select from
 
 
 class Largest(NamedTuple):
     """Each token's k largest products over some columns, the largest first. Equal products are ordered by column."""
 
-    products: Float[Array, "T k"]  # with the sign of the scale, so that logits increase with them; -inf for padding
+    products: Float[Array, "T k"]  # times the sign of the scale, so that logits increase with them; -inf for padding
     ids: Int[Array, "T k"]  # int32
-    capped: Float[Array, "T k"] | None  # x of eq. 0 with a softcap, -inf for padding; None without a softcap
+    capped: Float[Array, "T k"] | None  # the x of eq. 0 if there is a softcap, -inf for padding; None without a softcap
     sumexp: Float[Array, "T"]  # Σ e^u over the columns (eq. 1), where m is their largest x
 
     @property
@@ -41,7 +41,7 @@ class Largest(NamedTuple):
     def max(self) -> Float[Array, "T"]:
         """The largest x. It need not come first, because rounding in a softcap may make another x larger.
 
-        Reading only the first x would also be slow: XLA does not recognize a top-k in two slices of a sort, and sorts
+        A read of only the first x would also be slow: XLA does not recognize two slices of a sort as a top-k, and sorts
         whole rows.
         """
         return jnp.max(self.x, axis=-1)
@@ -73,7 +73,7 @@ def _select(x: Float[Array, "t n"], k: int) -> tuple[Float[Array, "t k"], Int[Ar
 
 @functools.cache
 def plan(num_columns: int, k: int) -> tuple[int, int]:
-    """Returns the lowest cost of selecting from a row, and the width of groups with this cost; 1 means no groups."""
+    """Returns the lowest cost of a selection from a row, and the group width that gives it; 1 means no groups."""
     plans = [(num_columns + SELECTION, 1)]
     for width in WIDTHS:
         if num_columns // width >= k:

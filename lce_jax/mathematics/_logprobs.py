@@ -23,8 +23,8 @@ and, with p = softmax(z):
     (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h,  db = Σ dr
 
 Why the equations have this form: q is summed in the shifted variable u, so the entropy is never the difference of two
-large numbers, and both terms of (3) are non-negative. (2) is associative, so it serves tiles, chunks and shards. An
-empty set has m = -1e30, s = q = 0 and t = -inf, and (2) absorbs it exactly; m is finite because 0 · inf is NaN. (4)
+large numbers, and both of its terms in (3) are non-negative. (2) is associative, so it serves tiles, chunks and shards.
+An empty set has m = -1e30, s = q = 0 and t = -inf, and (2) absorbs it exactly; m is finite because 0 · inf is NaN. (4)
 subtracts m and not lse: at logits of 1e4, the rounding of lse alone would put an error of 1e-3 on every probability.
 The row factor a / τ of (5) is part of target, uniform, constant and slope, so the inner loop does not multiply by it.
 The label's 1 - tanh² is part of target; its tanh is m + t / k.
@@ -96,11 +96,11 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
-SATURATED = 20.0  # here 1 - tanh is less than half a unit in the last place, even in float64
+SATURATED = 20.0  # at this value, 1 - tanh is less than half a unit in the last place, even in float64
 
 
 def softcap_tanh(y: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Computes tanh. Above 1 on a CPU, the error is 1 unit in the last place; that of XLA's tanh is up to 4.7."""
+    """Computes tanh. Above 1 on a CPU, its error is 1 unit in the last place, and that of XLA's tanh is up to 4.7."""
     a = jnp.minimum(jnp.abs(y), SATURATED)  # keeps e^2a and its derivative finite
     near_one = 1.0 - 2.0 / (jnp.exp(2.0 * a) + 1.0)
     return jnp.where(a < 1.0, jnp.tanh(y), jnp.where(y < 0, -near_one, near_one))
@@ -118,7 +118,7 @@ def compute_row_scale(call: Call, inverse_temperature: Float[Array, "T"] | None)
 
 
 def compute_row_factor(call: Call, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
-    """Returns the row factor a / τ of eq. 5. If the scale is traced, it is part of ``inverse_temperature``."""
+    """Returns the row factor a / τ of eq. 5. A traced scale is already part of ``inverse_temperature``."""
     return call.logit_scale if inverse_temperature is None else call.logit_scale * inverse_temperature
 
 
@@ -128,7 +128,7 @@ def unscaled_logits(
     raw_scale: Float[Array, "T"] | None = None,
     tanh: Callable[[Array], Array] = softcap_tanh,
 ) -> Float[Array, "T n"]:
-    """Computes the x of eq. 0 from raw products. If a or c is traced, ``raw_scale`` is a / c, or the sign of a."""
+    """Computes the x of eq. 0 from raw products. If a or c is traced, ``raw_scale`` is a / c, or a's sign without c."""
     if call.logit_softcap is not None:
         scale = call.logit_scale / call.logit_softcap if raw_scale is None else raw_scale
         return tanh(raw * expand_rows(scale))
@@ -163,7 +163,7 @@ def tile_statistics(
     candidates: Int[Array, "T K"] | None = None,
     floor: Float[Array, "T"] | None = None,
 ) -> tuple[ShardStatistics, Float[Array, "T n"]]:
-    """Computes eq. 1 over a tile. Also returns the tile's e^u, which is 0 in columns that do not count.
+    """Computes eq. 1 over a tile. It also returns the tile's e^u, which is 0 in columns that do not count.
 
     ``targets`` and ``candidates`` are columns of this tile, or lie outside [0, n). ``unpadded`` is False in padding
     columns. ``floor`` is in the units of x.
@@ -173,7 +173,7 @@ def tile_statistics(
     owned = (targets >= 0) & (targets < n)
     at_target = jnp.take_along_axis(x, jnp.where(owned, targets, 0)[:, None], axis=1)[:, 0]
     at_candidates = None if candidates is None else take_columns(x, candidates)
-    # Without this barrier XLA stores the tile until after the exponentials.
+    # Without this barrier, XLA would keep the tile in memory until after the exponentials.
     x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
     counts = counted_columns(x, targets, unpadded, floor)
     m = jnp.maximum(jnp.max(x if counts is None else jnp.where(counts, x, MASKED), axis=1), MASKED)
@@ -240,7 +240,7 @@ def token_results(
 ) -> LogprobOutput:
     """Computes the results of eq. 3 that need a logarithm or a quotient.
 
-    lse is the only sum in which the maximum is multiplied by the k of eq. 0.
+    Only for lse is the maximum multiplied by the k of eq. 0.
     """
     log_sumexp = jnp.log(stats.sumexp)
     return LogprobOutput(
@@ -252,7 +252,7 @@ def token_results(
 
 
 def empty_results(num_tokens: int, dtype: jnp.dtype, call: Call) -> Results:
-    """Returns results of tokens without columns, in the shapes and dtypes of the call's results."""
+    """Returns the results for a vocabulary without columns, in the shapes and dtypes of the call's results."""
     stats, labels = empty_statistics(num_tokens, dtype, call), jnp.full((num_tokens,), -1, jnp.int32)
     return finish(stats, 1.0, labels, None, 1, stats.sumexp if call.reports_dropped_mass else None)
 
@@ -269,8 +269,8 @@ def row_coefficients(
 ) -> RowCoefficients:
     """Computes the coefficients of eq. 4, times the row factor of eq. 5.
 
-    ``stats`` are statistics of the whole vocabulary. ``row_scale`` is the k of eq. 0. ``candidate_cotangent`` is the Σ
-    g_c of eq. 4 if the statistics have no candidates.
+    ``stats`` are statistics of the whole vocabulary. ``row_scale`` is the k of eq. 0. If the statistics have no
+    candidates, ``candidate_cotangent`` is the Σ g_c of eq. 4.
     """
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     g = cotangent.outputs
@@ -302,7 +302,7 @@ def row_coefficients(
 def unscaled_floor(floor: Float[Array, "T"], row_scale: Float[Array, "T"] | float) -> Float[Array, "T"]:
     """Returns the floor in the units of x. ``row_scale`` is the k of eq. 0.
 
-    With k = 0 every logit is 0. Then floor / 0 is -inf, inf or NaN, and x is compared with this value.
+    With k = 0 every logit is 0, and x is compared with floor / 0, which is -inf, inf or NaN.
     """
     return floor / row_scale
 
@@ -335,14 +335,14 @@ def counted_columns(
 def exclude_empty_rows(where: Bool[Array, "T"] | None, sumexp: Float[Array, "T"]) -> Bool[Array, "T"]:
     """Returns ``where`` without the rows whose distribution has no token.
 
-    In such a row the label is out of vocabulary and all logits are below the floor. Only such rows have a sum of 0. A
-    row whose sum is NaN stays.
+    In a row without a token, the label is out of vocabulary and all logits are below the floor. Only such rows have a
+    sum of 0. A row whose sum is NaN remains in the result.
     """
     return sumexp != 0 if where is None else where & (sumexp != 0)
 
 
-# A temperature below this value counts as this value. Products with its inverse, even in the kernels' padding, are
-# finite in float32.
+# A temperature below this value counts as this value. So products with the inverse temperature are finite in float32,
+# even in the kernels' padding.
 SMALLEST = 1e-20
 
 
@@ -354,14 +354,14 @@ def invert_temperature(temperature: Float[Array, "T"]) -> Float[Array, "T"]:
 def zero_gradient(rows: RowCoefficients, which: Bool[Array, "T"]) -> RowCoefficients:
     """Sets the coefficients of the rows in ``which`` so that these rows have no gradient.
 
-    The e^u of these rows becomes 0, too, so that they add no NaN to dweight.
+    The e^u of these rows becomes 0, too, so that the rows add no NaN to dweight.
     """
     zeroed = jax.tree.map(lambda x: jnp.where(expand_like(which, x), 0.0, x), rows)
     return zeroed._replace(max=jnp.where(which, -MASKED, rows.max))
 
 
 def take_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
-    """Returns ``x`` in the given columns, and -inf for columns outside [0, n)."""
+    """Returns the entries of ``x`` in these columns, and -inf for columns outside [0, n)."""
     owned = (columns >= 0) & (columns < x.shape[1])
     return jnp.where(owned, jnp.take_along_axis(x, jnp.where(owned, columns, 0), axis=1), -jnp.inf)
 
@@ -394,8 +394,8 @@ def sum_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *others:
     [T, K], whose values are equal where columns are equal; they are returned in the sorted order.
 
     The terms can then be scattered to distinct indices, which is deterministic. On a GPU, two additions at one index
-    are not deterministic. After the loop's step of 2ⁿ, each sorted term is a sum of up to 2ⁿ⁺¹ terms of its column:
-    itself and those before it.
+    are not deterministic. After the loop's step of 2ⁿ, each sorted term is a sum of up to 2ⁿ⁺¹ terms of its column: the
+    term itself and those before it.
     """
     columns, terms, *sorted_others = lax.sort((columns, terms, *others), dimension=1, num_keys=1, is_stable=True)
     step, most = 1, columns.shape[1]
@@ -410,7 +410,7 @@ def sum_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *others:
 
 
 def merge_repeated_candidates(operands: Operands, rows: RowCoefficients) -> tuple[Operands, RowCoefficients]:
-    """Merges repeated candidates of a token by `sum_repeats`, in both the operands and the coefficients."""
+    """Merges a token's repeated candidates by `sum_repeats`, in both the operands and the coefficients."""
     assert operands.candidates is not None
     assert rows.candidates is not None
     columns, terms = sum_repeats(operands.candidates, rows.candidates)
@@ -418,23 +418,23 @@ def merge_repeated_candidates(operands: Operands, rows: RowCoefficients) -> tupl
 
 
 def scatter_indices(columns: Int[Array, "T K"], first: Any, last: Any, size: int) -> tuple[Array, Array]:
-    """Returns indices for a scatter into [T, size], an array of the columns [first, last).
+    """Returns indices for a scatter into an array [T, size] that has the columns [first, last).
 
-    Columns outside [first, last) get indices of ``size`` or more. All indices differ if each column occurs once per
-    token.
+    Columns outside [first, last) get indices of ``size`` or more. If each column occurs once per token, all indices of
+    a token differ.
     """
     rows, k = (lax.broadcasted_iota(jnp.int32, columns.shape, dim) for dim in (0, 1))
     return rows, jnp.where((columns >= first) & (columns < last), columns - first, size + k)
 
 
-FP16_SHIFT = 15.0  # fp16 exponentials are cached times 2^15, because in (0, 1] they would use half of fp16's exponents
+FP16_SHIFT = 15.0  # fp16 caches e^u times 2^15, because values in (0, 1] would use only half of fp16's exponents
 
 
 def can_cache_exponentials(call: Call) -> bool:
     """Whether the gradient can be computed from cached exponentials.
 
-    The gradient of a mean of capped logits cannot. There a logit far below the maximum has a gradient, but its e^u is
-    0, from which the cap's derivative cannot be computed.
+    The gradient of a mean of capped logits cannot. A logit far below the maximum then has a gradient, but its e^u is 0,
+    from which the cap's derivative cannot be computed.
     """
     return call.logit_softcap is None or not call.mean_logit
 
@@ -447,7 +447,7 @@ def encode_exponentials(e: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array
 def decode_exponentials(
     cached: Float[Array, "T n"], dtype: jnp.dtype
 ) -> tuple[Float[Array, "T n"], Float[Array, "T n"]]:
-    """Decodes a result of `encode_exponentials`. Returns e^u, and u, which is finite even where e^u is 0."""
+    """Decodes what `encode_exponentials` returned. Returns e^u and u, which is finite even where e^u is 0."""
     e = cached.astype(dtype)
     e = e * 2.0**-FP16_SHIFT if cached.dtype == jnp.float16 else e
     return e, jnp.log(jnp.maximum(e, jnp.finfo(e.dtype).tiny))
@@ -463,10 +463,10 @@ def dlogits_from_logits(
     candidates: Int[Array, "T K"] | None = None,
     floor: Float[Array, "T"] | None = None,
 ) -> Float[Array, "T n"]:
-    """Computes the gradient of a tile's raw products from x and k (eq. 0).
+    """Computes the gradient with respect to a tile's raw products from x and k (eq. 0).
 
     ``candidates`` are columns of this tile, each once per token (`sum_repeats`), or lie outside [0, n). ``floor`` is in
-    the units of x, as in `tile_statistics`.
+    the units of x.
     """
     u = jnp.minimum(distance(x, rows.max[:, None], expand_rows(row_scale)), 0.0)
     return _tile_gradient(u, jnp.exp(u), x, rows, targets, unpadded, call, candidates, floor)
@@ -482,7 +482,7 @@ def dlogits_from_exponentials(
     call: Call,
     candidates: Int[Array, "T K"] | None = None,
 ) -> Float[Array, "T n"]:
-    """Computes the gradient of a tile's raw products from its cached exponentials and ``highest``, its largest x.
+    """Computes what `dlogits_from_logits` computes, from the tile's cached exponentials and its largest x, ``highest``.
 
     No floor is needed, because the exponentials of columns below the floor are 0.
     """
@@ -496,7 +496,7 @@ def dlogits_from_exponentials(
 
 
 def bound_row_scale(row_scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
-    """Returns a positive row scale, for use as a divisor. A row without gradient may have any scale, even 0."""
+    """Returns ``row_scale`` as a divisor: positive even in rows without a gradient, where it may be 0."""
     return row_scale if isinstance(row_scale, float | int) else jnp.maximum(row_scale, jnp.finfo(row_scale.dtype).tiny)
 
 

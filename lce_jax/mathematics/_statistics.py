@@ -1,4 +1,4 @@
-"""Statistics of each token over some columns (eq. 1): functions that start, merge (eq. 2) and pack them.
+"""Each token's statistics over some columns (eq. 1), and functions that start, merge (eq. 2) and pack them.
 
 Statistics are in the units of x (eq. 0) everywhere: over a tile, a shard or a mesh, and between forward and backward.
 `ShardStatistics` declares the fields. `Call.statistics` lists the fields that a call computes, with their widths. All
@@ -19,14 +19,14 @@ from lce_jax.types._types import Call, ShardStatistics
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
-MASKED = -1e30  # stands for -inf in a maximum: it and its difference to any logit are finite in float32
+MASKED = -1e30  # stands for -inf in a maximum; this value and its difference to any logit are finite in float32
 
 
 class Sum(NamedTuple):
     """A statistic that is a sum over columns (eq. 1), and how to merge it (eq. 2)."""
 
     term: Callable[[Any, Any], Any]  # the summand of one column, from its u and e^u
-    moved: Callable[[ShardStatistics, Any, Any], Any]  # a part's sum relative to the union's maximum, from a and d
+    moved: Callable[[ShardStatistics, Any, Any], Any]  # (part, a, d) -> its sum relative to the union's maximum
 
 
 # Every implementation computes, merges and sends the sums that `Call.statistics` lists.
@@ -37,7 +37,7 @@ SUMS = {
 }
 _SUMS = dict.fromkeys((*SUMS, "total", "support"), 0.0)
 _UNIONS = dict.fromkeys(_SUMS, jnp.add) | dict.fromkeys(("max", "target", "candidates"), jnp.maximum)
-_UNIONS |= {"min": jnp.minimum}  # by field, the operation that joins two parts relative to the same maximum (eq. 2)
+_UNIONS |= {"min": jnp.minimum}  # for each field, the operation that joins two parts with the same maximum (eq. 2)
 _EXTREMES = {"max": MASKED, "target": -jnp.inf, "min": -MASKED, "candidates": -jnp.inf}
 NO_COLUMNS: Any = ShardStatistics(**_SUMS, **_EXTREMES)  # type: ignore[arg-type]
 
@@ -49,14 +49,14 @@ PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], even for K = 1; t
 class Normalizer(NamedTuple):
     """Turns a token's m and s over some columns into the probability of these columns: s e^((m - max) k) / sumexp."""
 
-    max: Float[Array, "T"]  # of the whole vocabulary, like sumexp; see `ShardStatistics`
-    sumexp: Float[Array, "T"]
+    max: Float[Array, "T"]  # the m of the whole vocabulary
+    sumexp: Float[Array, "T"]  # the s of the whole vocabulary
 
 
 class Parts(NamedTuple):
-    """A shard's statistics in the form in which it sends them to the other shards.
+    """A shard's statistics, in the form that is sent to the other shards.
 
-    The implementation chooses the number of groups of columns and the units. It also merges the parts of all shards,
+    The implementation chooses the units and the number of groups of columns. It also merges the parts of all shards,
     which are stacked along a leading dimension.
     """
 
@@ -65,7 +65,7 @@ class Parts(NamedTuple):
 
 
 def make_statistics(fields: Mapping[str, Any]) -> ShardStatistics:
-    """Returns the statistics with these fields; the others are None."""
+    """Returns statistics with these fields; the other fields are None."""
     return ShardStatistics(**{**dict.fromkeys(ShardStatistics._fields), **fields})
 
 
@@ -99,7 +99,7 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
 
 
 def make_parts(stats: ShardStatistics) -> Parts:
-    """Converts statistics to parts, for an implementation that sends a single group."""
+    """Converts statistics to parts, for an implementation that sends a single group of columns."""
     separate = make_statistics({name: getattr(stats, name) for name in SEPARATE})
     return Parts(pack(stats._replace(total=None, candidates=None))[None], separate)
 
@@ -119,8 +119,8 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
     m = jnp.max(parts.max, axis=0)
     shift = distance(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
     a = jnp.exp(shift)
-    # The maximum of the target's owner is computed separately, because with a third sum over the shifts XLA's GPU
-    # fusion would store two more arrays of [N, T].
+    # The maximum of the part that holds the target is computed separately, because with a third sum over the shifts
+    # XLA's GPU fusion would store two more arrays of [N, T].
     owner_max = jnp.max(jnp.where(parts.target > -jnp.inf, parts.max, MASKED), axis=0)
     return ShardStatistics(
         max=m,
@@ -139,14 +139,14 @@ def distance(x: Array, m: Array, scale: Array | float) -> Array:
 
 
 def clip_to_finite(x: Array) -> Array:
-    """Clips ``x`` from below at `MASKED`. NaN stays NaN, which XLA's maximum of two arrays loses on CPUs."""
+    """Clips ``x`` from below at `MASKED`. NaN stays NaN, unlike in XLA's maximum of two arrays on CPUs."""
     return jnp.where(x < MASKED, MASKED, x)
 
 
 def union(
     parts: Sequence[ShardStatistics], scale: Float[Array, "T"] | float, exp: Callable[[Array], Array] = jnp.exp
 ) -> ShardStatistics:
-    """Merges a few statistics, [T] each, by eq. 2 in their order. Works in kernels, too, because it stacks no arrays.
+    """Merges a few statistics, [T] each, by eq. 2 in their order. Kernels use it, because it stacks no arrays.
 
     ``exp`` is `jnp.exp2` for statistics in base 2.
     """
@@ -163,7 +163,7 @@ def _add(one: ShardStatistics, other: ShardStatistics) -> ShardStatistics:
 class Running(NamedTuple):
     """A union that grows part by part. It accumulates rounding errors of its sums separately, and adds them at the end.
 
-    Without this, errors could add up: a thousand parts of 1e-6 added to one of 1 are all rounded by the same amount.
+    Otherwise errors could add up: if a thousand parts of 1e-6 are added to one of 1, each rounding has the same error.
     """
 
     stats: ShardStatistics
@@ -215,7 +215,7 @@ def add_compensated[S](sums: S, terms: S, lost: S) -> tuple[S, S]:
 
 
 def _rounding_error(a: Array, b: Array) -> Array:
-    """Returns what rounding cuts from a + b (Knuth, TAOCP 2, 4.2.2)."""
+    """Returns the part of a + b that rounding removes (Knuth, TAOCP 2, 4.2.2)."""
     total = a + b
     b_in_total = total - a
     return (a - (total - b_in_total)) + (b - b_in_total)

@@ -1,7 +1,7 @@
-"""The implementation with GPU kernels, in Pallas on Mosaic GPU. The logits exist only in registers.
+"""The implementation with GPU kernels, in Pallas on Mosaic GPU. Logits exist only in registers.
 
-forward    hidden·weightᵀ tile by tile; statistics from the accumulators
-backward   the same tiles again, turned into dlogits one chunk of the vocabulary at a time, and two products
+forward    computes hidden·weightᵀ tile by tile, and statistics from the accumulators
+backward   computes the same tiles again, as dlogits of one chunk of the vocabulary at a time, then two products
 threshold  with ``gradient_threshold``, the backward visits only the active tiles, which have gradients
 cache      with ``cache_bytes``, the forward caches the first tiles' exponentials, which the backward then reads
 
@@ -67,7 +67,7 @@ def supports(call: Call) -> str | None:
 
 
 def refuse_function(call: Call) -> str | None:
-    """Says why no device has kernels for the function of ``call``; None if some have."""
+    """Says why no device has kernels for the function of ``call``; None if some device has."""
     if call.top_k:
         return (
             "linear_topk runs no kernel: XLA multiplies a few hundred tokens at a time, and selects from the products"
@@ -84,37 +84,37 @@ def plan(call: Call) -> Plan:
 
 @_lowers_for_device
 def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
-    """Computes the statistics of the shard (eq. 1), and the cache."""
+    """Computes the statistics of the shard (eq. 1), and the cache if ``keep_cache``."""
     return _forward.statistics(operands, call, _generation_of(call), keep_cache)
 
 
 @_lowers_for_device
 def partial_statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[Parts, Any]:
-    """Computes the statistics of each group of tiles (eq. 1), and the cache."""
+    """Computes the statistics of each group of tiles (eq. 1), and the cache if ``keep_cache``."""
     return _forward.partial_statistics(operands, call, _generation_of(call), keep_cache)
 
 
 @_lowers_for_device
 def merge_statistics(parts: Parts, call: Call, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
-    """Merges the groups of all shards in their order."""
+    """Merges the statistics of all shards' groups of tiles, in the order of the groups."""
     return _forward.merge_statistics(parts, call, _generation_of(call), inverse_temperature, num_rows)
 
 
 @_lowers_for_device
 def compute_per_token(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
-    """Computes ``function(*operands)`` of per-token arrays in a kernel."""
+    """Computes ``function(*operands)`` in a kernel; the operands are per-token arrays."""
     del call
     return _tokens.compute_per_token(function, *operands)
 
 
 def serves(device: Device) -> bool:
-    """Whether kernels serve a device. They do not if the first call found wrong results there."""
+    """Whether kernels serve a device. They do not if the first call there found wrong results."""
     return _generations.device_refusal(device) is None
 
 
 @_lowers_for_device
 def select_tiles(call: Call, cache: Any, normalizer: Normalizer, num_rows: Any) -> tuple[Any, Any]:
-    """Selects the active tiles. Returns these and the dropped mass."""
+    """Selects the active tiles. Returns their mask, and the dropped mass if requested."""
     if cache is None:
         return None, None
     return _threshold.select(call, cache, normalizer, num_rows)
@@ -134,8 +134,8 @@ def gradients(
 ) -> Primals:
     """Computes the gradients (eq. 5): dhidden in float32, and dweight in the weight's dtype.
 
-    dhidden is in the weight's dtype if it may be rounded and one launch computes all of it. With ``dweight``, a float32
-    sum, dweight is added to the sum, or overwrites it if not ``adds_dweight``. The backward ignores vocab_part_size.
+    dhidden is in the weight's dtype if it may be rounded and one launch computes all of it. If ``dweight`` is given, a
+    float32 sum, kernels add to it, or overwrite it if not ``adds_dweight``. The backward ignores vocab_part_size.
     """
     call = call.single_part
     if call.gradient_threshold:
@@ -146,7 +146,7 @@ def gradients(
 
 
 def kl_plan(plan: KLPlan) -> Plan:
-    """Returns the plan of a call of two heads."""
+    """Returns the plan of a call with two heads."""
     return _plan.kl_plan(plan, _generation_of(plan.calls.student), NAME)
 
 

@@ -1,10 +1,10 @@
 """The backward: dlogits chunk by chunk, and the two products of each chunk, which give dhidden and dweight.
 
 The chunks run in a loop, so the dlogits of only one chunk exist at a time. The first chunks come from the cache, if
-there is one. If the cache may be overwritten, all cached tiles are one chunk, in the cache's memory. The kernel that
-recomputes logits computes the other chunks, in the same memory if a chunk fits it. The tile in which padding begins is
-contracted last (`_edge`). With two heads, dlogits are the gradients in the student's raw products (eqs. 8, 10), and
-everything else is the same.
+there is one. If the cache may be overwritten, the dlogits of all cached tiles are one chunk, in the cache's memory. The
+other chunks' logits are recomputed; their dlogits use the same memory if a chunk fits it. The tile in which padding
+begins is contracted last (`_edge`). With two heads, dlogits are the gradients with respect to the student's raw
+products (eqs. 8, 10), and everything else is the same.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from lce_jax.xla._walk import Shard
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
-# Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if `Call.gradients` does not request it. With an adapter,
-# also the gradients of u and B.
+# dhidden as a sum of splits, [splits, Tp, Hp], and dweight [V, H]; each is None if `Call.gradients` does not request
+# it. With an adapter, the gradients of u and B follow.
 type Carry = tuple[Any, ...]
 
 
-type Dlogits = Callable[..., Array]  # (packed span, columns, memory or None, the weights of `sources`) -> dlogits
+type Dlogits = Callable[..., Array]  # (packed span, columns, memory or None, *weights of `sources`) -> dlogits
 
 
 class Part(NamedTuple):
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
     chunks: range  # the first tile of each chunk; the step is the number of tiles per chunk
     dlogits: Dlogits
-    num_tiles: int  # of the array that holds a chunk's dlogits
+    num_tiles: int  # the size of the array that holds a chunk's dlogits
     in_cache: bool  # whether this array is the cache's memory
 
 
@@ -63,8 +63,8 @@ def gradients(
 ) -> Primals:
     """Computes the gradients of the shard (eq. 5). dhidden is arbitrary in masked rows.
 
-    dhidden is in fp32, or in the weight's dtype if that is allowed and one launch computes all of it. dweight is in the
-    weight's dtype. With ``dweight``, a sum in fp32, the kernels add to that sum, or overwrite it if not
+    dhidden is in fp32, or in the weight's dtype if it may be rounded and one launch computes all of it. dweight is in
+    the weight's dtype. If ``dweight`` is given, an fp32 sum, the kernels add to it, or overwrite it if not
     ``adds_dweight``. With an adapter, dhidden is [T, H + R], and the adapter's gradient is in fp32.
     """
     kernel_call = KernelCall.prepare(operands, call, generation)
@@ -110,7 +110,7 @@ def walk(
     dweight: Float[Array, "V H"] | None,
     adds_dweight: Any = True,
 ) -> Carry:
-    """Computes the parts of dhidden, and dweight, of one head or two, from the stacked coefficients."""
+    """Computes the splits of dhidden, and dweight, from the stacked coefficients ``factors``; for one head or two."""
     host, start = kernel_call.host, []
     parts = _parts(kernel_call, factors, cache, may_overwrite_cache)
     has_edge = _edge.has_edge_tile(kernel_call)
@@ -139,7 +139,7 @@ def _parts(
     cache: Cache | KLCache | None,
     may_overwrite_cache: bool,
 ) -> list[Part]:
-    """Returns the cached tiles, if any, as one chunk if dlogits overwrite the cache; and the tiles to recompute."""
+    """Returns the cached tiles, in one chunk if dlogits overwrite the cache, and the tiles to recompute."""
     shape, num_tiles = kernel_call.shape, kernel_call.shape.num_tiles
     overwrites = may_overwrite_cache and _chunks.can_overwrite_cache(shape)
     cached, parts = 0 if cache is None else cache.num_tiles, []
@@ -165,7 +165,7 @@ def _cached_dlogits(
     memory: None,
     *weights: Array,
 ) -> Array:
-    """Computes the dlogits of the span's tiles from the cache, of one head or two."""
+    """Computes the dlogits of the span's tiles from the cache, for one head or two."""
     del memory  # dlogits overwrite the cache, or have memory of their own
     launch, generation = kernel_call.host.launch, kernel_call.generation
     if isinstance(cache, Cache):
@@ -187,11 +187,11 @@ def _walk_chunks(
     may_add: bool = False,
     adds_dweight: Any = False,
 ) -> tuple[Array | None, Carry]:
-    """Computes a part's gradients chunk by chunk, and adds them to the carry, or writes them.
+    """Computes a part's gradients chunk by chunk, and adds them to the arrays of the carry, or overwrites these.
 
-    ``memory`` is the cache's, if an earlier part has overwritten the cache with its dlogits; it is returned likewise.
-    ``follows``: another part has written to the sums of dhidden already. dweight is added if ``may_add`` and
-    ``adds_dweight``, which is known only at run time.
+    If an earlier part's dlogits have overwritten the cache, ``memory`` is the cache's. Returns this part's memory
+    likewise. ``follows``: an earlier part has already written to the sums of dhidden. dweight is added if both
+    ``may_add`` and ``adds_dweight``; the latter is known only at run time.
     """
     shape, generation, launch = kernel_call.shape, kernel_call.generation, kernel_call.host.launch
     contracted = _edge.count_contracted_columns(kernel_call)

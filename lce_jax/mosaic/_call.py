@@ -28,16 +28,16 @@ class Machine(NamedTuple):
 
     Attributes:
         kernel: ``(matmul, body, outputs, name, updated=None)`` returns a kernel that runs ``body`` on every
-            multiprocessor. Its axis "sm" counts clusters, and its axis "cluster" the blocks of a cluster.
+            multiprocessor. The kernel's axis "sm" counts clusters; its axis "cluster" counts the blocks of a cluster.
         walk_tiles: ``(matmul, lhs, rhs, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply,
             scratch)`` for every tile that ``visit_all`` visits, in every warpgroup with an epilogue. ``multiply()``
             waits for the products.
-        kernel_of_heads: like ``kernel``, for two heads. The last argument of ``body`` is memory for held tiles of p.
+        kernel_of_heads: like ``kernel``, for two heads, p and q. ``body`` gets memory for held tiles of p last.
         walk_heads: ``(products, offset, visit_all, consume, held)``: like ``walk_tiles``, for two heads. ``multiply``
-            has a function for each `Product`, which must be called in order.
-        hold: ``(held, x)`` stores a warpgroup's part of a tile of p until the tile of q is there.
+            has a function for each `Product`; call these in order.
+        hold: ``(held, x)`` stores a warpgroup's part of a tile of p until the tile of q is computed.
         held_bytes: bytes of global memory for held tiles, per multiprocessor.
-        has_tma: whether TMA copies to and from shared memory. TMA skips rows and columns outside an array.
+        has_tma: whether TMA copies to and from shared memory; it skips rows and columns outside an array.
     """
 
     kernel: Callable[..., Callable[..., Any]]
@@ -51,7 +51,7 @@ class Machine(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Generation:
-    """A generation of GPUs, as the host code and the kernels with tensor cores see it.
+    """What the host code and the kernels with tensor cores need to know of a generation of GPUs.
 
     Attributes:
         compute_capabilities: the compute capabilities that it serves, such as "9.0", the most common first.
@@ -62,8 +62,8 @@ class Generation:
             shared memory that a block of each kernel needs.
         machine: multiplies tiles.
         smem_limit: the bytes of shared memory that a block may use.
-        ran_on: the cards that ran the same source, if no card of the generation has. Then the first call on a card
-            compares its results with XLA's.
+        ran_on: if no card of this generation has run its source, the cards of others that have; otherwise None. If it
+            is not None, the first call on a card compares its results with XLA's.
     """
 
     compute_capabilities: tuple[str, ...]
@@ -77,7 +77,7 @@ class Generation:
 
 
 class KernelCall(NamedTuple):
-    """A call with its operands and its generation, which every step of a pass gets."""
+    """A call with its operands and its generation. Every step of a pass gets one."""
 
     operands: Operands
     prepared: Prepared
@@ -86,8 +86,8 @@ class KernelCall(NamedTuple):
     generation: Generation
     host: Host = TRACED
     adapter: KernelCall | None = None  # the adapter's product u·Bᵀ, with u as hidden and B as the weight
-    teacher: KernelCall | None = None  # of `linear_kl`: the teacher's call; the geometry is the student's
-    plan: KLPlan | None = None  # of `linear_kl`
+    teacher: KernelCall | None = None  # the teacher's call in `linear_kl`, with the student's geometry
+    plan: KLPlan | None = None  # only in `linear_kl`
 
     @property
     def products(self) -> tuple[KernelCall, ...]:
@@ -106,18 +106,18 @@ class KernelCall(NamedTuple):
 
     @property
     def kl_calls(self) -> tuple[Call, Call]:
-        """The `Call` of both heads, that of p first."""
+        """The `Call` of each head; that of p is first."""
         return self._ordered([head.call for head in self.heads])
 
     def kl_operands(self, weights: Sequence[Any]) -> KLOperands:
-        """Returns both heads' operands for the kernels, with these ``weights``, the student's first."""
+        """Returns both heads' operands for the kernels. The first of ``weights`` is the student's."""
         both = zip(self.heads, weights, strict=True)
         heads = [KLHead(head.prepared.hidden, weight, head.prepared.row_scale) for head, weight in both]
         return KLOperands(self._ordered(heads), self.prepared.mask)
 
     @property
     def kernel_scales(self) -> tuple[Any, Any]:
-        """The k of eq. 0 of both heads in base 2, as kernels take it, that of p first."""
+        """Each head's k of eq. 0 in base 2, as kernels take it; that of p is first."""
         return self._ordered([head.prepared.row_scale for head in self.heads])
 
     def _ordered[A](self, values: Sequence[A]) -> tuple[A, A]:
@@ -126,7 +126,7 @@ class KernelCall(NamedTuple):
         return Pair(student, teacher).ordered(self.plan.student_first)
 
     def add_adapter(self) -> KernelCall:
-        """Returns the call, whose hidden is [T, H + R], with the adapter's product if the operands have an adapter."""
+        """If the operands have an adapter, and hidden is [T, H + R], returns the call with the adapter's product."""
         b, call = self.operands.adapter, self.call
         if b is None:
             return self
@@ -155,13 +155,13 @@ class KernelCall(NamedTuple):
 
     @classmethod
     def prepare(cls, operands: Operands, call: Call, generation: Generation) -> KernelCall:
-        """Makes the call of ``operands``, which it pads and marks."""
+        """Pads and marks the operands, and makes their `KernelCall`."""
         shape = make_geometry(call, generation.tiling)
         return cls(operands, _operands.prepare(operands, call, shape), call, shape, generation).add_adapter()
 
     @classmethod
     def prepare_heads(cls, plan: KLPlan, shard: Shard, generation: Generation) -> KernelCall:
-        """Makes the call of two heads. It covers the columns that both weights have."""
+        """Makes the `KernelCall` of two heads. It covers the columns that both weights have."""
         columns: Any = shard.num_columns
         if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
             columns = plan.columns

@@ -1,14 +1,14 @@
-"""Candidates: logits from gathered rows of the weight, and gradients in each chunk of dlogits.
+"""Candidates: their logits from gathered rows of the weight, and their gradients in each chunk of dlogits.
 
-The kernels of logits and dlogits ignore candidates. This module is array code between them. In the forward, candidates
-cost T·K dot products. In the backward, the dlogits of the candidates' columns are computed once, in float32. Each
-chunk's dlogits kernel runs first; then the values of the chunk's candidates are rounded and written into its dlogits,
-before the two products.
+The kernels that compute logits and dlogits ignore candidates. This module is array code between these kernels. In the
+forward, candidates cost T·K dot products. In the backward, the dlogits of the candidates' columns are computed once, in
+float32. After the kernel that computes a chunk's dlogits, the values of the chunk's candidates are rounded and written
+into these; then the two products follow.
 
-The values replace those in the chunk instead of being added to them, because the terms of a nearly certain candidate
-nearly cancel, and the chunk is rounded.
+A value replaces the chunk's, and is not added to it, because the two terms of a nearly certain candidate's dlogits
+nearly cancel, and the chunk is already rounded.
 
-For `lce_jax.run.kernels`, small kernels compute the same (`common._candidates`).
+In `lce_jax.run.kernels`, small kernels do this work (`common._candidates`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PlacedCandidates(NamedTuple):
 
     @jax.named_scope("candidates")
     def entries(self, kernel_call: KernelCall, work: Worklist, sizes: Sizes) -> Int[Array, "T K"]:
-        """Returns the number of entries of active tiles up to each candidate's, whose tile is active."""
+        """Returns how many entries the list of active tiles has up to each candidate's tile."""
         return kernel_call.host.compute(_entries, self.columns, work.order, work.sums, sizes)
 
 
@@ -68,7 +68,7 @@ class PlacedCandidates(NamedTuple):
 def place_candidates(
     kernel_call: KernelCall, factors: Float[Array, "factors Tp"], rows: RowCoefficients
 ) -> PlacedCandidates | None:
-    """Returns the call's candidates with their values in dlogits; None if no candidate has a gradient."""
+    """Returns the call's candidates with the values of their dlogits; None if no candidate has a gradient."""
     if kernel_call.operands.candidates is None or rows.candidates is None:
         return None
     per_token = kernel_call.prepared.targets, kernel_call.prepared.row_scale, factors, kernel_call.prepared.num_rows
@@ -79,7 +79,7 @@ def place_candidates(
 def _place(
     columns: Any, terms: Any, x: Any, targets: Any, row_scale: Any, factors: Any, num_rows: Any, is_capped: bool
 ) -> PlacedCandidates:
-    """Computes dlogits (eqs. 4, 5) in the candidates' columns, in base 2. ``terms``: each candidate's part of them."""
+    """Computes dlogits (eqs. 4, 5) in the candidates' columns. ``terms``: what each candidate's gradient adds."""
     T = len(columns)
     columns, terms, x = _logprobs.sum_repeats(columns, terms, x)
     rows = RowFactors.of([factor[:T, None] for factor in factors])
@@ -94,5 +94,5 @@ def _entries(xp: Any, columns: Any, order: Any, sums: Any, sizes: Sizes) -> Any:
 
 
 def find_columns(xp: Any, ids: Any, start: int, columns: int) -> Any:
-    """Returns the shard's columns of the ids, -1 for ids of other shards."""
+    """Returns the columns of the ids in this shard; -1 for ids of other shards."""
     return xp.where((ids >= start) & (ids < start + columns), ids - start, -1)

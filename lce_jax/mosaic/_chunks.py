@@ -1,7 +1,7 @@
-"""How much of the vocabulary one launch covers: the backward's chunks, the forward's launches, the cache, and dhidden.
+"""Sizes of the backward's chunks and the forward's launches; memory for dhidden and the cache.
 
 A chunk of dlogits exists in memory as a whole, so a budget of bytes limits it. Within the budget, the fastest size is
-chosen: each chunk leaves multiprocessors idle in its last wave of tiles, and reads and writes dhidden once.
+chosen. Its cost: each chunk leaves multiprocessors idle in its last wave of tiles, and reads and writes dhidden once.
 
 The product of a chunk of dlogits with its part of the weight is added to fp32 sums of dhidden, which the caller rounds
 once. If one launch computes all of dhidden and the caller allows it, the kernel rounds, and its output has the weight's
@@ -36,7 +36,7 @@ MAX_SPLITS = 4  # the largest number of parts into which the contraction over th
 def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
     """Returns the shape [splits, tokens, hidden] of the kernels' output for dhidden, in whole tiles.
 
-    There are several splits, whose sum is dhidden, if one split has fewer tiles than the GPU has multiprocessors.
+    The sum of the splits is dhidden. There are several if one has fewer tiles than the GPU has multiprocessors.
     """
     rows, columns = shape.padded_tokens, -(-call.hidden_size // shape.tile) * shape.tile
     num_tiles = rows // shape.row_block * (columns // shape.tile)
@@ -49,16 +49,16 @@ def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
 
 
 def empty_dhidden(host: Host, call: Call, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
-    """Returns memory for the kernels' output for dhidden, in the weight's dtype if the kernels round it (``rounds``).
+    """Returns memory for the kernels' dhidden, in the weight's dtype if the kernels round it (``rounds``).
 
-    Several splits are fp32, because they are summed after the kernels.
+    Several splits are in fp32, because they are summed after the kernels.
     """
     splits = dhidden_shape(call, shape)
     return host.empty(splits, call.dtype if rounds and splits[0] == 1 else jnp.float32)
 
 
 def sum_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[Array, "T H"] | None:
-    """Sums the splits, and removes padding."""
+    """Sums the splits of dhidden, and removes padding."""
     if sums is None:
         return None
     dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
@@ -68,7 +68,7 @@ def sum_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[
 class Cache(NamedTuple):
     """What the forward caches of the first vocabulary tiles, which the backward then does not recompute."""
 
-    exponentials: Float[Array, "T columns"]  # e^((x - max) k) of whole tiles, in the weight's dtype
+    exponentials: Float[Array, "T columns"]  # e^((x - max) k) in whole tiles, in the weight's dtype
     max: Float[Array, "tiles Tp"]  # each tile's largest x
 
     @property
@@ -78,9 +78,9 @@ class Cache(NamedTuple):
 
 
 class KLCache(NamedTuple):
-    """The `mathematics._kl.CachedRatios` of the first vocabulary tiles, whose products the backward does not repeat."""
+    """The `mathematics._kl.CachedRatios` of the first vocabulary tiles, which the backward does not recompute."""
 
-    e: Float[Array, "Tp columns"]  # of whole tiles
+    e: Float[Array, "Tp columns"]  # in whole tiles
     ratio: Float[Array, "Tp columns"]  # in base 2
     references: Float[Array, "tiles 3 Tp"]  # the references of each tile
 
@@ -91,7 +91,7 @@ class KLCache(NamedTuple):
 
 
 def empty_cache(host: Host, call: Call, shape: Geometry, num_tiles: int) -> Cache:
-    """Returns memory for the forward to fill."""
+    """Returns memory for the cache, which the forward fills."""
     return Cache(
         host.empty((shape.tokens, num_tiles * shape.tile), call.dtype),
         host.empty((num_tiles, shape.padded_tokens), jnp.float32),
@@ -99,7 +99,7 @@ def empty_cache(host: Host, call: Call, shape: Geometry, num_tiles: int) -> Cach
 
 
 def empty_kl_cache(host: Host, plan: KLPlan, shape: Geometry, num_tiles: int) -> KLCache:
-    """Returns memory for the forward of two heads to fill."""
+    """Returns memory for the cache of two heads, which the forward fills."""
     columns = shape.padded_tokens, num_tiles * shape.tile
     e, ratio = (host.empty(columns, dtype) for dtype in plan.cached_dtypes)
     return KLCache(e, ratio, host.empty((num_tiles, _kl.REFERENCES, shape.padded_tokens), jnp.float32))
@@ -113,24 +113,24 @@ def count_cached_tiles(call: Call, shape: Geometry) -> int:
 
 
 def cached_tile_bytes(call: Call, shape: Geometry) -> int:
-    """Returns the bytes of one tile's exponentials and of its maximum per token."""
+    """Returns the bytes of one tile's exponentials and its maxima, one per token."""
     return shape.tokens * shape.tile * call.dtype.itemsize + shape.padded_tokens * 4
 
 
 def count_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
-    """Returns how many tiles of two heads fit ``cache_bytes``."""
+    """Returns how many tiles of a call with two heads fit ``cache_bytes``."""
     return min(shape.count_tiles(plan.columns), plan.calls.student.cache_budget // cached_kl_tile_bytes(plan, shape))
 
 
 def cached_kl_tile_bytes(plan: KLPlan, shape: Geometry) -> int:
-    """Returns the cached bytes of a tile of two heads."""
+    """Returns the bytes that a cached tile takes in a call with two heads."""
     return shape.padded_tokens * (plan.cached_item_bytes * shape.tile + 4 * _kl.REFERENCES)
 
 
 def can_overwrite_cache(shape: Geometry) -> bool:
-    """Whether dlogits can overwrite the exponentials, with all cached tiles as one chunk.
+    """Whether dlogits can overwrite the exponentials, with all cached tiles in one chunk.
 
-    If V is not a multiple of the atom, a chunk's part of the weight is copied, so chunks must stay small.
+    They cannot if V is not a multiple of the atom: each chunk's columns of the weight are copied, so chunks are small.
     """
     return shape.whole_atoms
 
@@ -138,7 +138,7 @@ def can_overwrite_cache(shape: Geometry) -> bool:
 type Piece = tuple[int, int, bool]  # tiles [start, stop), and whether their launch reads a copy of the weight
 
 KL_FIELDS = len(KLStatistics._fields)
-GROUP = 16  # vocabulary tiles whose statistics one thread joins; then the groups are joined
+GROUP = 16  # the number of vocabulary tiles whose statistics one thread joins; then the groups are joined
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,19 +148,19 @@ class Budget:
     dhidden_waves: float  # the time to read and write one token's dhidden in fp32, in waves of tiles
     temporary_bytes: int = 345_000_000  # for the backward's dhidden in fp32 and one chunk of dlogits
     chunk_columns: int = 8192  # a chunk has at least this many columns, even if it exceeds `temporary_bytes`
-    chunk_bytes: int = 11 << 28  # but its dlogits have at most these bytes: it has fewer columns from 180,000 tokens on
-    statistics_bytes: int = 160 << 20  # for the forward's partial statistics; more need several launches
+    chunk_bytes: int = 11 << 28  # but a chunk's dlogits have at most this size: from 180,000 tokens on it is narrower
+    statistics_bytes: int = 160 << 20  # for the forward's partial statistics; if these take more, several launches
 
 
 class Chunks(NamedTuple):
     """How a part of the vocabulary is split into chunks."""
 
-    num_tiles: int  # of a chunk
+    num_tiles: int  # the tiles of a chunk
     in_cache: bool  # whether a chunk's dlogits overwrite the cache, after the cached tiles have been used
 
 
 def choose_chunks(call: Call, shape: Geometry, budget: Budget, num_tiles: int, cached: int = 0) -> Chunks:
-    """Chooses the chunks of ``num_tiles`` tiles. They use the memory of ``cached`` tiles if it is large enough."""
+    """Splits ``num_tiles`` tiles into chunks, which use the memory of ``cached`` tiles if it is large enough."""
     size = choose_chunk_tiles(call, shape, budget, num_tiles)
     if size > cached:
         return Chunks(size, in_cache=False)
@@ -170,8 +170,8 @@ def choose_chunks(call: Call, shape: Geometry, budget: Budget, num_tiles: int, c
 def choose_chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int, free: int = 0) -> int:
     """Returns how many of ``num_tiles`` tiles a chunk of the backward covers: the fastest number within the budget.
 
-    The cost is the number of waves of tiles over the multiprocessors, and for each chunk the traffic of dhidden.
-    ``free``: the number of tiles that have memory outside the budget.
+    The cost is the number of waves of tiles over the multiprocessors, plus the traffic of dhidden for each chunk.
+    ``free``: how many tiles have memory outside the budget.
     """
     tile_bytes = shape.tokens * shape.tile * call.dtype.itemsize
     for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4
@@ -204,7 +204,7 @@ def choose_launch_tiles(fields: int, shape: Geometry, budget: Budget) -> int:
 
 
 def plan_launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:
-    """Yields the launches for the tiles from ``first`` to ``last``: the first tile, the number of tiles, and the piece.
+    """Yields the launches for the tiles from ``first`` to ``last``: (first tile, number of tiles, piece).
 
     Launches that are statically empty are skipped.
     """
@@ -227,13 +227,13 @@ def count_groups(shape: Geometry) -> int:
 
 
 def first_tile(shape: Geometry, group: Any) -> Any:
-    """Returns the first tile of a group. The last group of a part may be shorter than others."""
-    missing = count_part_groups(shape) * GROUP - shape.part_tiles  # of a part's last group
+    """Returns the first tile of a group. The last group of a part may have fewer tiles than others."""
+    missing = count_part_groups(shape) * GROUP - shape.part_tiles  # how many tiles a part's last group lacks
     return group * GROUP - (group // count_part_groups(shape) * missing if shape.has_parts else 0)
 
 
 def choose_active_slots(call: Call, shape: Geometry, budget: Budget, group: int) -> int:
-    """Returns how many active tiles' dlogits a batch has room for: within the budget, in full waves if in several."""
+    """Returns how many active tiles' dlogits a batch has room for within the budget; several waves are full waves."""
     of_tile = -(-shape.row_blocks // group) * group
     slot_bytes = shape.row_block * shape.tile * call.dtype.itemsize
     for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4
@@ -244,5 +244,5 @@ def choose_active_slots(call: Call, shape: Geometry, budget: Budget, group: int)
 
 
 def _least_tiles(shape: Geometry, budget: Budget, tile_bytes: int) -> int:
-    """Returns the vocabulary tiles whose dlogits may exist at a time, for any number of tokens."""
+    """Returns how many vocabulary tiles' dlogits may always exist at the same time, whatever the number of tokens."""
     return max(min(budget.chunk_columns // shape.tile, budget.chunk_bytes // tile_bytes), 1)

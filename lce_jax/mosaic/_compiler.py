@@ -1,10 +1,10 @@
 """Compiles a kernel for a host other than JAX, with private names of JAX (0.11.2 to 0.12.0).
 
-* It lowers for CUDA without a JAX client on the GPU; JAX's default device is a CPU meanwhile.
-* It calls Mosaic's compiler, a C function of the library in JAX's CUDA plugin, and launches its result.
+* The module lowers for CUDA without a JAX client on the GPU; JAX's default device is a CPU meanwhile.
+* It calls Mosaic's compiler, a C function in the library of JAX's CUDA plugin, and launches the compiled kernel.
 
-`why_not` says which private name is missing. JAX's own `plgpu.as_torch_kernel` lowers for the default device, which
-starts a client on the GPU, and launches on the default stream.
+`why_not` says which private name is missing. JAX's own `plgpu.as_torch_kernel` is not used, because it starts a client
+on the GPU to lower for the default device, and launches on the default stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lce_jax.types import _jax
 from lce_jax.types._types import Device
 
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-COMPILERS = 8  # threads
+COMPILERS = 8  # the number of threads that compile
 
 type Bind = Callable[[int, int], Callable[[], None]]  # (handle of a stream, address of the arguments) -> launch()
 type Lower = Callable[[Kernel, Device], bytes]
@@ -37,13 +37,13 @@ class Kernel:
 
     Attributes:
         name: the name of the function in `lce_jax.mosaic.common` that launches the kernel.
-        function: calls that function with the arrays.
+        function: takes the arrays, and calls the function ``name`` with them.
         arrays: the shapes and dtypes of the arrays.
-        operands: the indices of the arrays that are the kernel's operands, in its order.
+        operands: the indices in ``arrays`` of the kernel's operands, in the kernel's order.
         results: the shapes and dtypes of the kernel's results.
         updated: maps a result to the operand that it updates in place.
-        returned: the indices of the results that the function returns, in order.
-        tree: the structure of these results.
+        returned: the indices of the results that the function returns, in the order in which it returns them.
+        tree: the structure of the returned results.
         launch: the function that launches the kernel, and the tree and leaves of its operands.
     """
 
@@ -60,7 +60,7 @@ class Kernel:
 
 @functools.lru_cache(maxsize=4096)
 def traced(launch: Callable[..., Any], tree: Any, leaves: tuple[Any, ...]) -> Kernel:
-    """Traces ``launch`` with a tree of ``leaves``, whose arrays are shapes and dtypes, and returns its one kernel."""
+    """Traces ``launch`` with a ``tree`` of ``leaves``, and returns its one kernel. Array leaves are shape and dtype."""
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
     arrays, name = tuple(leaves[place] for place in places), launch.__name__
     trace: list[Any] = []
@@ -72,7 +72,7 @@ def traced(launch: Callable[..., Any], tree: Any, leaves: tuple[Any, ...]) -> Ke
         return launch(*jax.tree.unflatten(tree, arguments))
 
     def record(*arrays: Any) -> None:
-        # A pipeline asks for the GPU. The order of the operands is the same for all GPUs.
+        # Tracing needs a GPU's compute capability. Any will do, because the order of the operands is always the same.
         with _pallas.noting() as notes, _pallas.lowering_for("9.0"):
             out = function(*arrays)
         trace.extend((notes, list(map(id, arrays)), out))
@@ -96,22 +96,22 @@ def traced(launch: Callable[..., Any], tree: Any, leaves: tuple[Any, ...]) -> Ke
 def compiled(kernels: Sequence[Kernel], device: Device, number: int, lower: Lower | None = None) -> list[Bind]:
     """Compiles kernels for the current CUDA device ``number``. Returns functions that bind them to their arguments.
 
-    Lowering runs in Python, and takes about as long as compilation. So threads compile the kernels that are lowered
-    already. Kernels with the largest arrays come first, because these are products and take longest. A kernel is never
+    Lowering runs in Python, and takes about as long as compilation. So threads compile kernels while others are still
+    lowered. Kernels with the largest arrays come first, because these are products and take longest. A kernel is never
     unloaded.
 
     Args:
-        kernels: the kernels, of which those that are new to this process are compiled.
-        device: the device that they are lowered for.
+        kernels: the kernels. Only those that are new to this process are compiled.
+        device: the device that the kernels are lowered for.
         number: CUDA's number of the current device.
-        lower: returns a kernel's module; None: `module`.
+        lower: returns a kernel's module. If it is None, `module` does.
 
     Raises:
         RuntimeError: Mosaic cannot compile a kernel; the process's standard error has the reason.
     """
     missing = [kernel for kernel in dict.fromkeys(kernels) if (kernel, number) not in _binds]
     if missing:
-        importlib.import_module("jax.experimental.mosaic.gpu")  # sets environment variables for the compiler
+        importlib.import_module("jax.experimental.mosaic.gpu")  # this sets environment variables for the compiler
         driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
         driver.cuCtxGetCurrent(ctypes.byref(context))
         with ThreadPoolExecutor(COMPILERS, "lce_compiler", driver.cuCtxSetCurrent, (context,)) as pool:
@@ -157,7 +157,7 @@ _cpu = functools.cache(lambda: _jax.make_cpu_client().local_devices()[0])
 
 @functools.cache
 def why_not() -> str | None:
-    """Says which private name this version of JAX lacks; None if it has all."""
+    """Says which private name this version of JAX lacks; None if none is missing."""
     try:
         with _trace_on_cpu(), _pallas.lowering_for("9.0"):
             jax.jit(lambda x: x).trace(jax.ShapeDtypeStruct((1,), "float32")).lower(lowering_platforms=("cuda",))
@@ -170,7 +170,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def _compiler() -> Any:
-    """Opens the library of JAX's CUDA plugin without a client."""
+    """Opens the library of JAX's CUDA plugin without starting a client."""
     for name in PLUGINS:
         with contextlib.suppress(ImportError):
             library = ctypes.CDLL(str(importlib.import_module(name)._get_library_path()))
@@ -182,7 +182,7 @@ def _compiler() -> Any:
 
 @functools.cache
 def _takes_device() -> bool:
-    """Whether a launch gets the kernel first and the device last, as since JAX 0.12."""
+    """Whether a launch takes the kernel first and the device last, which it does since JAX 0.12."""
     core = importlib.import_module("jax.experimental.mosaic.gpu.core")
     if not hasattr(core, "_compile_as_torch_gpu_kernel"):
         raise AttributeError("this version of JAX launches Mosaic kernels differently")
@@ -190,7 +190,7 @@ def _takes_device() -> bool:
 
 
 def _compiled(module: bytes, number: int) -> Bind:
-    """Compiles a module, and returns its `Bind`. Its arguments are C types, because a conversion takes host time."""
+    """Compiles a module, and returns its `Bind`, whose arguments are C types, because conversion takes host time."""
     addresses = _compiler().MosaicGpuCompile(module, len(module))
     if not addresses:
         raise RuntimeError("Mosaic cannot compile a kernel: standard error has the reason")

@@ -1,11 +1,11 @@
-"""The tile in which the unpadded vocabulary ends. If kernels cannot read it in place, it is copied: [tile, H], 2 MiB.
+"""The edge: the tile in which the unpadded vocabulary ends. It is copied if kernels cannot read it: [tile, H], 2 MiB.
 
-* If V is not a multiple of the atom, a kernel cannot read the last rows of the weight. The forward reads that tile from
-  the copy, and the backward copies every chunk.
-* In the tile in which padding begins, the product for dhidden would multiply dlogits of 0 by arbitrary padding, and
-  0 · NaN is NaN. So the product ends before that tile, and the tile is added from the copy.
+* If V is not a multiple of the atom, the rows that a copy moves at least, a kernel cannot read the last rows of the
+  weight. The forward reads this tile from the copy, and the backward copies every chunk.
+* If padding begins in the tile, the product for dhidden would multiply dlogits of 0 by arbitrary padding, and 0 · NaN
+  is NaN. So the product ends before this tile, whose contribution is then computed from the copy.
 
-The copy holds zeros after the last unpadded column.
+After the last unpadded column, the copy holds zeros.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def count_whole_tiles(kernel_call: KernelCall) -> int:
 
 
 def count_contracted_tiles(kernel_call: KernelCall) -> Int[Array, ""] | int:
-    """Returns how many vocabulary tiles have no padding, which the product for dhidden reads in place."""
+    """Returns how many vocabulary tiles have no padding. The product for dhidden reads these in place."""
     if kernel_call.operands.num_columns is None:
         return kernel_call.shape.num_tiles
     return kernel_call.operands.num_columns // kernel_call.shape.tile
 
 
 def has_edge_tile(kernel_call: KernelCall) -> bool:
-    """Whether that product excludes unpadded columns, which the copied tile then adds."""
+    """Whether the product for dhidden excludes unpadded columns, which the copied tile then adds."""
     columns = kernel_call.operands.num_columns
     ends_in_tile = not (isinstance(columns, int) and columns % kernel_call.shape.tile == 0)
     return kernel_call.shape.whole_atoms and columns is not None and ends_in_tile
@@ -68,7 +68,7 @@ def copy_tile(kernel_call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
 
 
 def copy_columns(kernel_call: KernelCall, column: Any, size: int) -> Float[Array, "size H"]:
-    """Copies ``size`` columns of the vocabulary. Padding and columns that do not exist get zeros."""
+    """Copies ``size`` columns of the vocabulary. The copy is 0 in padding and beyond the last column."""
     columns = column + jnp.arange(size, dtype=jnp.int32)
     last = kernel_call.call.columns if kernel_call.operands.num_columns is None else kernel_call.operands.num_columns
     copied = jnp.take(kernel_call.operands.weight, columns, axis=kernel_call.call.vocab_dim, mode="clip")
@@ -83,7 +83,7 @@ def put_columns(
     count: Any,
     add: Any,
 ) -> Float[Array, "V H"]:
-    """Writes the first ``count`` columns of ``part`` to ``dweight`` from ``column`` on, or adds them."""
+    """Writes the first ``count`` columns of ``part`` to ``dweight`` from ``column`` on, or adds them if ``add``."""
     places = column + jnp.arange(part.shape[0], dtype=jnp.int32)
     # The other columns get a place outside dweight, so that they are not written.
     places = jnp.where(places < column + count, places, places + kernel_call.call.columns)
@@ -99,7 +99,7 @@ def update_dhidden(
     candidates: PlacedCandidates | None,
     *sums: Float[Array, "splits Tp Hp"],
 ) -> list[Float[Array, "splits Tp Hp"]]:
-    """Adds the unpadded columns of the tile, if it has any, to the ``sums`` of each product."""
+    """Adds what the unpadded columns of the edge tile contribute to dhidden, if it has any, to each product's sums."""
     tile = count_contracted_tiles(kernel_call)
     column, copied = tile * kernel_call.shape.tile, [copy_tile(one, tile) for one in kernel_call.sources]
     depth = kernel_call.prepared.num_columns - column
@@ -123,7 +123,7 @@ def compute_dlogits(
 ) -> Float[Array, "T columns"]:
     """Computes the dlogits of the span's tiles, of one head or two, in ``memory`` if there is any.
 
-    ``weights`` are the call's own, or copies of the span's columns where kernels cannot read the weight in place.
+    ``weights`` are the call's, or copies of the span's columns if kernels cannot read the weights in place.
     """
     launch, generation = kernel_call.host.launch, kernel_call.generation
     if kernel_call.plan is not None:

@@ -1,8 +1,8 @@
 """A faster step of Mosaic's search for layouts, for JAX before 0.12.
 
-Before JAX 0.12, Mosaic groups equal variables after it has sorted them by text. A variable's text prints its operation,
-which for a loop is the whole body: half of the time that the kernels of a "jsd" took to lower. JAX 0.12 no longer sorts
-them. The lowered kernels are the same, bit for bit.
+Before JAX 0.12, Mosaic sorts variables by their text before it groups equal ones. A variable's text has its operation,
+which for a loop is the whole body. This printing took half of the time to lower the kernels of a "jsd". JAX 0.12 does
+not sort. The lowered kernels are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 
 @functools.cache
 def group_without_sorting() -> None:
-    """Replaces Mosaic's function once, where it sorts."""
+    """Replaces Mosaic's function, once, in versions of JAX where it sorts."""
     if jax.__version_info__ < (0, 12):
         constraints: Any = importlib.import_module("jax.experimental.mosaic.gpu.constraints")
         constraints.compute_transitively_equal_vars = functools.partial(find_equal_variables, constraints)

@@ -1,11 +1,10 @@
 """The forward: kernels compute the statistics of each vocabulary tile, which are then joined (eqs. 1, 2; 6, 7).
 
 The order in which tiles are joined depends only on their numbers. So a token's statistics have the same bits in every
-call, however many launches it takes. With many tokens there are several launches, so that the partial statistics stay
-small.
+call, whatever the number of launches. With many tokens there are several, so that the partial statistics stay small.
 
-A mixture of two heads has a second pass over the same tiles, after the merge: the sums of eq. 9 or 11. The functions
-for two heads have the arguments and results of `lce_jax.xla._kl`.
+A mixture of two heads has a second pass over the same tiles, after the merge, for the sums of eq. 9 or 11. The
+functions for two heads have the arguments and results of those in `lce_jax.xla._kl`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def statistics(
 ) -> tuple[ShardStatistics, Cache | TileStatistics | None]:
     """Computes the statistics of the shard (eq. 1), and caches as many tiles as fit ``cache_bytes``.
 
-    With a ``gradient_threshold``, it returns `TileStatistics` instead, which decide which tiles are active.
+    With a ``gradient_threshold``, returns `TileStatistics` instead of a cache; they decide which tiles are active.
     """
     parts, cache = partial_statistics(operands, call, generation, keep_cache)
     return merge_statistics(
@@ -53,7 +52,7 @@ def statistics(
 def partial_statistics(
     operands: Operands, call: Call, generation: Generation, keep_cache: bool
 ) -> tuple[Parts, Cache | TileStatistics | None]:
-    """Computes the statistics of each group of tiles in base 2, and separately those that no kernel computes."""
+    """Computes the statistics of each group of tiles in base 2, and those that no kernel computes, over the shard."""
     kernel_call = KernelCall.prepare(operands, call, generation)
     num_tiles = count_visited_tiles(kernel_call)
     cached = min(_chunks.count_cached_tiles(call, kernel_call.shape), num_tiles) if keep_cache else 0
@@ -70,7 +69,7 @@ def merge_statistics(
 ) -> ShardStatistics:
     """Merges the stacked `partial_statistics` of all shards, in the order of the groups.
 
-    If the shards are whole groups, the result has the same bits for any number of shards.
+    If each shard consists of whole groups, the result has the same bits for any number of shards.
     """
     shape = make_geometry(call, generation.tiling)
     row_scale = _operands.compute_row_scale(inverse_temperature, call, shape)
@@ -92,7 +91,7 @@ def _count_saved_fields(call: Call, keep_cache: bool) -> int:
 
 
 def count_visited_tiles(kernel_call: KernelCall) -> int:
-    """Returns how many tiles to visit. Tiles that are only padding are skipped if the number of columns is static."""
+    """Returns how many tiles to visit. If the number of columns is static, tiles of only padding are skipped."""
     num_columns = kernel_call.operands.num_columns
     if isinstance(num_columns, int):
         return max(1, min(kernel_call.shape.num_tiles, kernel_call.shape.count_tiles(num_columns)))
@@ -104,8 +103,8 @@ def join_tiles(
 ) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles saved Tp"] | None]:
     """Computes the statistics of each group of tiles (eq. 1) in base 2, and fills the cache with the first tiles.
 
-    Only the first ``num_tiles`` tiles are visited; the others are padding. Each group has ``more_fields`` free fields
-    at its end. It also returns the first ``saved_fields`` of each tile, in whole groups.
+    Only the first ``num_tiles`` tiles are visited; the others are padding. Each group ends with ``more_fields`` free
+    fields. Also returns the first ``saved_fields`` fields of each tile, for whole groups of tiles.
     """
     call, host = kernel_call.call, kernel_call.host
 
@@ -129,7 +128,7 @@ def _join_windows[C, M](
     more_fields: int,
     factors: Any = None,
 ) -> tuple[Float[Array, "groups fields Tp"], C, M]:
-    """Launches the windows of tiles, as many at a time as the budget holds, and joins each group. See `join_tiles`."""
+    """Launches as many tiles at a time as fit the budget, and joins each group. Returns what `join_tiles` does."""
     shape, host, fields = kernel_call.shape, kernel_call.host, len(Rules.of(of).none)
     budget = fields, shape, kernel_call.generation.budget
     most, per_launch = _chunks.choose_launch_tiles(*budget), _chunks.choose_launch_groups(*budget)
@@ -178,7 +177,7 @@ def join_groups(
     num_rows: Any,
     groups: Float[Array, "groups fields Tp"],
 ) -> Float[Array, "1 fields Tp"]:
-    """Joins all groups, and returns the union in nats."""
+    """Joins the statistics of all groups, and returns their union in nats."""
     numbers = host.numbers(num_rows, len(groups), 0)
     joined = host.empty((1, len(Rules.of(of).none), groups.shape[2]), groups.dtype)
     joined = host.vary_like(joined, (groups, row_scales))
@@ -197,8 +196,8 @@ def _launch_tiles(
 ) -> tuple[Float[Array, "tiles fields Tp"], Any]:
     """Writes the statistics of the tiles from ``first`` to ``last`` to ``parts``, and caches the first tiles.
 
-    It calls ``launch(span, parts, cache, *weights)`` for the cached tiles, for the other tiles, and for the copied
-    tile. Each of these may be empty.
+    Calls ``launch(span, parts, cache, *weights)`` up to three times: for the cached tiles, for the other tiles, and for
+    the tile that is read from a copy.
     """
     shape, uncopied = kernel_call.shape, _edge.count_whole_tiles(kernel_call)
     cached = 0 if cache is None else cache.num_tiles
@@ -215,7 +214,7 @@ def _launch_tiles(
 
 
 def _make_pieces(cached: int, uncopied: int, num_tiles: int) -> list[Piece]:
-    """Returns the tiles [start, stop) of each kind of launch, and whether it reads a copy of the weight."""
+    """Returns the `Piece` of each kind of launch: cached tiles, other tiles, and tiles read from a copy, if any."""
     middle = min(cached, uncopied)
     pieces = [(0, middle, False), (middle, uncopied, False), (uncopied, num_tiles, True)]
     return [piece for piece in pieces if piece[0] < piece[1]]

@@ -1,4 +1,4 @@
-"""The generations of GPUs, and which one serves a device. A new one is a folder like `sm90`, and an entry here."""
+"""The generations of GPUs, and which one serves a device. Each generation is a folder like `sm90` and an entry here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lce_jax.mosaic.mma import SM80, SM89, SM120
 from lce_jax.mosaic.sm90 import HOPPER
 from lce_jax.types._types import Call, Device
 
-JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
+JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest JAX whose kernel language has been tested on a GPU
 GENERATIONS: tuple[Generation, ...] = (HOPPER, SM120, SM80, SM89)
-RELEASED = GENERATIONS  # without what `using` adds
-# What the first call with one head, and with two, found wrong on a GPU of this machine.
+RELEASED = GENERATIONS  # those without what `using` adds
+# By number of heads: what the first call on a GPU of this machine found wrong; None if nothing was wrong.
 FAULTS: dict[tuple[Generation, Device, int], str | None] = {}
 
 
@@ -36,7 +36,7 @@ def serving(device: Device) -> Generation | None:
 
 @contextlib.contextmanager
 def using(generation: Generation) -> Iterator[None]:
-    """In this context, ``generation`` serves its compute capabilities. For sweeps and tests.
+    """In this context, ``generation`` serves its compute capabilities. Sweeps and tests use this.
 
     Tracing chooses the generation, so functions that are already traced must be traced again in the context.
     """

@@ -1,7 +1,7 @@
-"""What the host code of a pass needs besides kernels: memory, loops, and numbers for the kernels.
+"""What the Python code of a pass needs besides kernels: memory, loops, and numbers for the kernels.
 
-There are two hosts. With JAX (`TRACED`) the host code builds a traced program. With torch
-(`lce_torch_bridge.launched_directly`) it launches kernels on torch's memory.
+A host is where a pass launches its kernels. There are two. In JAX's (`TRACED`) a pass becomes part of a traced program.
+In torch's (`lce_torch_bridge.launched_directly`) it launches kernels on torch's memory.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Host(Protocol):
         """Returns uninitialized memory."""
 
     def loop[C](self, firsts: range, body: Callable[[Any, C], C], carry: C) -> C:
-        """Runs ``carry = body(first, carry)`` for each of ``firsts``."""
+        """Runs ``carry = body(first, carry)`` for each ``first`` in ``firsts``, and returns the last carry."""
 
     def numbers(self, *numbers: Any) -> Any:
-        """Returns int32 numbers in the GPU's memory, as kernels take them."""
+        """Returns the numbers as an int32 array in the GPU's memory, as kernels take them."""
 
     def prefix(self, x: Any, size: int, dim: int) -> Any:
         """Returns the first ``size`` entries of ``x`` along a dimension, without a copy."""
@@ -46,19 +46,19 @@ class Host(Protocol):
         """Calls ``kernel(*operands)``, a function of `lce_jax.mosaic.common` that launches one kernel."""
 
     def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
-        """Calls ``function(xp, *operands)``, array code between kernels. ``xp`` is ``jax.numpy`` or similar."""
+        """Calls ``function(xp, *operands)``: array code between kernels, where ``xp`` is ``jax.numpy`` or similar."""
 
     def products(self, hidden: Any, weight: Any, columns: Any, call: Call, num_rows: Any) -> Any:
-        """Computes h · w of each token's columns, [T, K], summed in float32; arbitrary at the column -1."""
+        """Computes h · w in each token's ``columns`` [T, K], with sums in float32; arbitrary at the column -1."""
 
     def put(self, x: Any, columns: Any, values: Any, numbers: Any, *active_tiles: Any) -> Any:
         """Writes the values [T, K], rounded, to distinct places in ``x`` (`lce_jax.mosaic._threshold_tiles.place`)."""
 
     def order[T](self, tree: T) -> T:
-        """Returns ``tree``, so that all of it is computed before a later step uses, or overwrites, a part of it."""
+        """Returns ``tree``. All of it is computed before a later step uses or overwrites a part of the result."""
 
     def vary_like[T](self, tree: T, like: Any) -> T:
-        """Returns ``tree`` with the type of a loop's carry that holds values computed from ``like``."""
+        """Returns ``tree`` with the type that a loop's carry needs to hold values computed from ``like``."""
 
 
 class Traced:
@@ -69,7 +69,7 @@ class Traced:
         return lax.empty(tuple(shape), dtype)
 
     def loop[C](self, firsts: range, body: Callable[[Any, C], C], carry: C) -> C:
-        """Runs a loop in the program, or ``body`` directly if there is only one iteration."""
+        """Adds a loop to the program, or runs ``body`` directly if there is only one iteration."""
         if len(firsts) == 1:
             return body(firsts.start, carry)
         return lax.fori_loop(0, len(firsts), lambda i, carry: body(firsts.start + i * firsts.step, carry), carry)
@@ -101,13 +101,13 @@ class Traced:
         return function(jnp, *operands)
 
     def products(self, hidden: Array, weight: Array, columns: Array, call: Call, num_rows: Any) -> Array:
-        """Gathers rows of the weight for a chunk of tokens at a time, which XLA does not store."""
+        """Gathers rows of the weight for a chunk of tokens at a time. XLA does not store these rows."""
         return _logits.compute_products(
             hidden, weight, columns, call, jnp.float32, num_rows, gathered_bytes=_logits.FUSED_BYTES
         )
 
     def put(self, x: Array, columns: Array, values: Array, numbers: Array, *active_tiles: Any) -> Array:
-        """Scatters the values. Values without a place get one outside ``x``."""
+        """Scatters the values. A value without a place in ``x`` gets an index outside ``x``."""
         token, k = jnp.indices(values.shape, jnp.int32)
         if active_tiles:
             entries, work, sizes = active_tiles
@@ -117,11 +117,11 @@ class Traced:
         return x.at[places].set(values.astype(x.dtype), mode="drop", unique_indices=True)
 
     def order[T](self, tree: T) -> T:
-        """Adds a barrier, without which XLA copies what a later kernel overwrites."""
+        """Adds a barrier. Without it, XLA would copy what a later kernel overwrites."""
         return lax.optimization_barrier(tree)
 
     def vary_like[T](self, tree: T, like: Any) -> T:
-        """Makes ``tree`` vary over the manual axes over which ``like`` varies."""
+        """Makes ``tree`` vary over the same manual axes as ``like``."""
         return _jax.vary_like(tree, like)
 
 
@@ -129,7 +129,7 @@ class Traced:
 def _jit_launch(
     kernel: Callable[..., Any], tree: Any, is_array: tuple[bool, ...], options: tuple[Any, ...], _: Any
 ) -> Callable[..., Any]:
-    """Returns a launch as a jitted function of its arrays, one for each context in which kernels are traced."""
+    """Returns a launch as a jitted function of its arrays. Each context in which kernels are traced has its own."""
 
     def launch(*arrays: Any) -> Any:
         sources = {True: iter(arrays), False: iter(options)}

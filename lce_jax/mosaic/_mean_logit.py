@@ -1,8 +1,8 @@
-"""The mean logit, which label smoothing needs. Without a softcap it is linear in hidden, so no kernel computes it.
+"""The mean logit, which label smoothing needs. Without a softcap it is linear in hidden, so it needs no kernel.
 
     Σ_v x = h · W̄,   W̄ = Σ_v w_v;       dh += uniform W̄,   dw_v += Σ_t uniform_t h_t   (eqs. 0, 4, 5)
 
-It costs one pass over the weight forward, and two backward.
+It costs one pass over the weight in the forward, and two in the backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_gradients(
     dhidden: Float[Array, "T H"] | None,
     dweight: Float[Array, "V H"] | None,
 ) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None]:
-    """Adds the part of the mean logit to both gradients. dweight is rounded a second time."""
+    """Adds the mean logit's part to both gradients. dweight is thereby rounded a second time."""
     if dhidden is not None:
         dhidden = dhidden + uniform[:, None] * _summed_weight(operands, call)[None, :]
     if dweight is None:

@@ -1,10 +1,10 @@
 """The operands and results of the kernels, and how a call is divided into tiles.
 
-* `Geometry`: padded tokens, row blocks, vocabulary tiles, and the parts of a vocabulary in parts.
-* `Span`: the part of the vocabulary that one launch covers, as the scalars that a kernel gets.
-* `Prepared`: the operands, padded, scaled to base 2, with padding columns and targets marked.
+* `Geometry`: padded tokens, row blocks, vocabulary tiles, and the parts of the vocabulary if it is cut into parts.
+* `Span`: the range of the vocabulary that one launch covers, as the scalars that a kernel gets.
+* `Prepared`: the padded operands, with scales in base 2 and marks of padding columns and targets.
 * `RowFactors`: the coefficients of eq. 4 in base 2.
-* The fields of the forward's output, the statistics of each vocabulary tile in base 2: [tiles, fields, tokens].
+* Lists of fields: the forward's output has the statistics of each tile, in base 2, as [tiles, fields, tokens].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tiling(NamedTuple):
     row_block: int  # tokens of a tile of logits
     tile: int  # vocabulary columns of a tile of logits
     atom: int  # rows that a copy into shared memory moves at least; it moves whole atoms
-    most_clustered: int  # the most row blocks that share an operand; per-token vectors are padded to groups of them
+    most_clustered: int  # the most row blocks that share an operand; per-token vectors are padded to whole such groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +44,18 @@ class Geometry:
     padded_tokens: int  # the length of per-token vectors: whole groups of row blocks
     row_blocks: int
     num_tiles: int  # tiles of the vocabulary; the last one of each part may be ragged
-    whole_atoms: bool  # whether V is a multiple of the atom, so that kernels access parts of the weight in place
-    part_columns: int  # columns of a part of the vocabulary, whose tiles begin at its first column; V without parts
+    whole_atoms: bool  # whether V is a multiple of the atom, so that kernels can read any chunk of the weight in place
+    part_columns: int  # columns of a part of the vocabulary, which begins with a new tile; V if there are no parts
     part_tiles: int
 
     @property
     def has_parts(self) -> bool:
-        """Whether the vocabulary has several parts. The last may be smaller."""
+        """Whether the vocabulary has several parts, of which the last may be smaller."""
         return self.part_tiles < self.num_tiles
 
     @property
     def overhang(self) -> int:
-        """By how many columns the tiles of a part exceed the part."""
+        """How many more columns the tiles of a part have than the part itself."""
         return self.part_tiles * self.tile - self.part_columns
 
     def column(self, tile: Any) -> Any:
@@ -99,15 +99,15 @@ class Span(NamedTuple):
     num_columns: Any  # unpadded columns of the shard
     column: Any  # the first column: the number of its tile in the shard, times the tile's columns
     num_tiles: Any  # vocabulary tiles
-    depth: Any = 0  # columns that a product contracts
-    offset: Any = 0  # the place of the first column in the weight and the dweight that the kernel gets
+    depth: Any = 0  # the number of columns that a product contracts
+    offset: Any = 0  # the place of the first column in the weight, and in the dweight, that the kernel gets
     slot: Any = 0  # the place of the first tile in the array of partial statistics
     adds: Any = 0  # 1: the product is added to the sums of dhidden; 0: it overwrites them
-    adds_dweight: Any = 0  # the same for a float32 sum of dweight
+    adds_dweight: Any = 0  # 1: the product is added to a float32 sum of dweight; 0: it overwrites that
 
     @classmethod
     def unpack(cls, scalars: Any) -> Span:
-        """Reads the numbers in a kernel."""
+        """Reads the numbers from the array that a kernel gets."""
         return cls(*(scalars[i] for i in range(len(cls._fields))))
 
 
@@ -122,27 +122,27 @@ class Prepared(NamedTuple):
     targets: Int[Array, "Tp"]  # the place of the label among the shard's tiles, -1 for labels of other shards
     row_scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
     holds_target: Int[Array, "blocks tiles"]
-    # 1 on padding, for the tile with the first padding column and for the tile after it. With vocabulary parts, it has
-    # two such masks: of a full part, and of the part in which padding begins.
+    # The mask is 1 on padding, in the tile with the first padding column and in the tile after it. With vocabulary
+    # parts, there are two such masks: of a full part, and of the part in which padding begins.
     mask: Int[Array, "2*tile"]
-    num_columns: Any  # unpadded columns: an array or a number. None: not known to kernels
-    num_rows: Any  # unmasked rows, likewise
+    num_columns: Any  # how many columns are unpadded: an array or a number; None if a `Span` has it
+    num_rows: Any  # how many rows are unmasked: an array or a number; None if a `Span` has it
     floor: Float[Array, "Tp"] | None = None  # in the units of x; None: every column counts
 
 
 class KLHead(NamedTuple):
     """One head's operands, as the kernels take them."""
 
-    hidden: Float[Array, "T H"]  # as in `Prepared`
-    weight: Float[Array, "V H"]  # holds the span's columns at its offset; rows after the last are read as zeros
+    hidden: Float[Array, "T H"]  # T in whole atoms, at least one row block
+    weight: Float[Array, "V H"]  # it holds the span's columns from the span's offset on; rows after its last count as 0
     row_scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
 
 
 class KLOperands(NamedTuple):
-    """The operands of both heads, p first, and the mask of padding columns."""
+    """The operands of both heads, and the mask of padding columns."""
 
-    heads: tuple[KLHead, KLHead]
-    mask: Int[Array, "2*tile"]  # as in `Prepared`
+    heads: tuple[KLHead, KLHead]  # the head of p is first
+    mask: Int[Array, "2*tile"]  # see `Prepared`
 
 
 class Marked(NamedTuple):
@@ -151,11 +151,11 @@ class Marked(NamedTuple):
     targets: Int[Array, "Tp"]
     row_scale: Float[Array, "Tp"]
     holds_target: Int[Array, "blocks tiles"]  # it may have further columns, which are padding
-    floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
+    floor: Float[Array, "Tp"] | None = None  # in the units of x
 
 
 def prepare(operands: Operands, call: Call, shape: Geometry) -> Prepared:
-    """Pads the per-token operands, and marks the tiles that hold a target and the padding columns."""
+    """Pads the per-token operands, and marks both the padding columns and the tiles that hold a target."""
     hidden = pad(operands.hidden, shape.tokens)
     targets = pad(operands.targets, shape.padded_tokens, -1)
     targets = jnp.where(targets < 0, -1, shape.place(targets)) if shape.has_parts else targets
@@ -171,7 +171,7 @@ def prepare(operands: Operands, call: Call, shape: Geometry) -> Prepared:
 
 
 def find_first_padding(columns: Any, shape: Geometry) -> list[Any]:
-    """Returns the first padding column's place in its tile; with vocabulary parts, first that of a full part."""
+    """Returns the place in its tile where padding begins. With vocabulary parts, that of a full part comes first."""
     if not shape.has_parts:
         return [columns % shape.tile]
     return [shape.part_columns % shape.tile, columns % shape.part_columns % shape.tile]
@@ -198,9 +198,9 @@ def pad(x: Array, rows: int, value: Any = 0) -> Array:
 
 
 class RowFactors(NamedTuple):
-    """The factors of eq. 4 in base 2: dz = constant·e + slope·u·e with e = 2^u, u = (x - max)·scale; and the label's.
+    """Each token's factors of eq. 4 in base 2: dz = constant·e + slope·u·e with e = 2^u, u = (x - max)·scale.
 
-    Kernels get them as one array [4, Tp], or [3, Tp] without a slope.
+    At the label, dz is ``target``. Kernels get the factors as one array [4, Tp], or [3, Tp] without a slope.
     """
 
     max: Float[Array, "T"]
@@ -214,7 +214,7 @@ class RowFactors(NamedTuple):
         return cls(*factors, *[None] * (4 - len(factors)))
 
     def compute_dlogits(self, x: Any, row_scale: Any, is_label: Any, is_capped: bool) -> Any:
-        """Computes the dz of each row at one of its columns, from the column's x."""
+        """Computes the dz of each row in one of its columns, from that column's x."""
         u = jnp.clip((x - self.max) * row_scale, MASKED, 0.0)
         e = jnp.exp2(u)
         d = self.constant * e
@@ -229,7 +229,7 @@ def convert_to_base_2(rows: RowCoefficients) -> RowFactors:
 
 
 def stack_row_factors(rows: RowCoefficients, length: int) -> Float[Array, "factors Tp"]:
-    """Stacks the coefficients in base 2, and pads them with 0 to ``length``."""
+    """Converts the coefficients to base 2, stacks them, and pads each with 0 to ``length`` tokens."""
     factors = jnp.stack(jax.tree.leaves(convert_to_base_2(rows)))
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
 
@@ -252,12 +252,12 @@ def list_saved_statistics(call: Call) -> list[str]:
 
 
 class SavedLayout(NamedTuple):
-    """The places of the fields that `lce_jax.run.kernels` saves per token: 0 is the label, 1 a temperature if given."""
+    """The places of the fields that `lce_jax.run.kernels` saves per token. A label is at 0, a temperature at 1."""
 
     floor: int
-    ids: int  # of the first candidate
-    statistics: int  # the first of `list_saved_statistics`
-    x: int  # of the first candidate
+    ids: int  # the place of the first candidate's id
+    statistics: int  # the place of the first of `list_saved_statistics`
+    x: int  # the place of the first candidate's x
     size: int  # the number of fields
 
 
@@ -270,13 +270,13 @@ def lay_out_saved(call: Call, has_temperature: bool) -> SavedLayout:
 
 
 def list_results(call: Call) -> list[str]:
-    """Returns those `RESULTS` that the call has."""
+    """Returns the names in `RESULTS` of the results that the call has."""
     is_present = {"entropy": call.entropy, "support": call.stats and call.has_floor}
     return [name for i, name in enumerate(RESULTS) if is_present.get(name, i < 3 or call.stats)]
 
 
 def unstack_statistics(call: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
-    """Returns the fields without padding tokens, in base 2, [..., T] each."""
+    """Returns the stacked fields as statistics in base 2, [..., T] each, without padding tokens."""
     fields = zip(list_statistics(call), jnp.moveaxis(parts[..., : call.num_tokens], -2, 0), strict=True)
     return _statistics.make_statistics(dict(fields))
 

@@ -65,10 +65,10 @@ def interpreting(parameters: Any) -> Iterator[None]:
 def lowering_for(compute_capability: str, as_default: bool = False) -> Iterator[None]:
     """In this context, kernels are lowered for GPUs of this compute capability, which may be absent.
 
-    Mosaic asks JAX's default device for its architecture, and the first local device for its shared memory, which would
-    start a JAX client on the GPU. So the functions that Mosaic asks are replaced once, and then answer by context. A
-    kernel that is traced in the context is lowered for this capability even after it. With ``as_default``, an outer
-    context has precedence, and a default device of this capability needs no replacement.
+    Mosaic asks JAX's default device for its architecture, and the first local device for its shared memory. That would
+    start a JAX client on the GPU, so the functions that Mosaic asks are replaced, once, by ones that answer by context.
+    A kernel that is traced in the context is lowered for this capability even after the context. With ``as_default``,
+    an outer context has precedence, and a default device of this capability needs no replacement.
     """
     answer = _answer_by_context()
     major, minor = map(int, compute_capability.split("."))
@@ -118,7 +118,7 @@ class _Jax:
 
 
 def read_context() -> tuple[Any, ...]:
-    """Returns what decides how a kernel is traced, besides its operands. Inside `noting` no two results are equal."""
+    """Returns what besides its operands decides how a kernel is traced. Inside `noting` no two results are equal."""
     return _interpret.get(), _lowered_for.get(), None if _notes.get() is None else object()
 
 
@@ -134,11 +134,11 @@ def noting() -> Iterator[list[Note]]:
 
 
 def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = None, **kwargs: Any) -> Callable[..., Any]:
-    """Makes a ``plgpu.kernel`` whose outputs vary over every manual axis that an operand varies over.
+    """Makes a ``plgpu.kernel`` whose outputs vary over each manual axis over which an operand varies.
 
-    The outputs of JAX's own kernels are always typed as replicated (0.11.2, 0.12.0). Under ``check_vma=True`` a shard's
-    cotangents would then be summed over the axes that split its tokens. ``updated`` maps the index of an operand to the
-    index of the output that updates it in place.
+    The outputs of ``plgpu.kernel`` are always typed as replicated (JAX 0.11.2, 0.12.0). Under ``check_vma=True`` a
+    shard's cotangents would then be summed over the axes that split its tokens. ``updated`` maps the index of an
+    operand to the index of the output that updates the operand in place.
     """
     group_without_sorting()
     kwargs["interpret"] = _interpret.get()
@@ -162,8 +162,9 @@ def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = Non
 def load(ref: Any, layout: Any, optimized: bool = False) -> Any:
     """Returns what ``ref`` holds, in registers of this ``layout``.
 
-    ``plgpu.load`` with a layout would do the same by a cast, whose operand Mosaic's search for layouts has to guess.
-    Each guess reduces the equations of the whole kernel again: 409 of them took 13 s in a kernel of `linear_kl`.
+    ``plgpu.load`` with a layout would do the same by a cast, and Mosaic would have to guess the layout of the cast's
+    operand. After each guess, it reduces the equations of the whole kernel again: 409 guesses took 13 s in a kernel of
+    `linear_kl`.
     """
     values = plgpu.load(ref, optimized=optimized)
     if _interpret.get() is not None:
@@ -174,7 +175,7 @@ def load(ref: Any, layout: Any, optimized: bool = False) -> Any:
 def broadcast(values: Any, shape: tuple[int, ...], dimension: int, layout: Any) -> Any:
     """Returns one number per row (``dimension`` 0) or per column (1), repeated over an array of registers.
 
-    ``layout`` is that of the result. `load` says why it is declared.
+    ``layout`` is that of the result. It is declared because Mosaic would take long to guess it.
     """
     if _interpret.get() is not None:
         return jax.lax.broadcast_in_dim(values, shape, (dimension,))
@@ -184,7 +185,7 @@ def broadcast(values: Any, shape: tuple[int, ...], dimension: int, layout: Any) 
 
 @functools.cache
 def _inline(function: Callable[..., Any], operand: Any, shape: tuple[int, ...], dtype: Any, result: Any) -> Any:
-    """Returns ``function`` of Mosaic's arrays in registers as an operation of the kernel, with declared layouts."""
+    """Makes ``function``, of Mosaic's arrays in registers, an operation of the kernel, with declared layouts."""
     return plgpu.inline_mgpu(arg_types=(operand,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=result))(
         function
     )
@@ -200,9 +201,9 @@ def _broadcasting(shape: tuple[int, ...], dimension: int, layout: Any) -> Callab
 
 
 def store(ref: Any, value: Any) -> None:
-    """Stores ``value`` in global memory, even if lanes write parts of sectors.
+    """Stores ``value`` in global memory, even if a warp's lanes write only parts of 32-byte sectors.
 
-    JAX 0.12 refuses such stores without ``optimized=False``, which JAX 0.11.2 does not have.
+    JAX 0.12 refuses such stores without ``optimized=False``, an argument that JAX 0.11.2 does not have.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)

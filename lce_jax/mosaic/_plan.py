@@ -61,7 +61,7 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     arrays = _chunks.choose_launch_tiles(_chunks.KL_FIELDS, shape, generation.budget) + _chunks.count_groups(shape)
     statistics = 4 * _chunks.KL_FIELDS * arrays * shape.padded_tokens
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
-    # Copies of hidden states, and memory for held tiles of one head.
+    # The bytes of the copies of hidden states, and of memory for held tiles of one head.
     copies = sum(copied) + generation.machine.held_bytes * student.device.core_count
     return Plan(
         implementation=name,
@@ -99,14 +99,14 @@ def _tile_sizes(call: Call, generation: Generation) -> dict[str, int]:
 
 
 def _kl_tile_sizes(student: Call, generation: Generation) -> dict[str, int]:
-    """Returns the tile sizes of both kernels of two heads."""
+    """Returns the tile sizes of the two kernels that contract H, for a call with two heads."""
     forward, backward = (generation.tunings.of(student, f"kl_{kernel}") for kernel in ("statistics", "dlogits"))
     return {"hidden": forward.tile_k, "stages forward": forward.stages, "stages backward": backward.stages}
 
 
 class _BackwardPlan(NamedTuple):
-    columns: int  # of the largest chunk of dlogits
-    num_bytes: int  # of such a chunk, unless it overwrites the cache, of the copies for it, and of dhidden
+    columns: int  # the columns of the largest chunk of dlogits
+    num_bytes: int  # the bytes of dhidden, of such a chunk unless it overwrites the cache, and of the copies for it
 
 
 def _plan_backward(call: Call, shape: Geometry, generation: Generation) -> _BackwardPlan:
@@ -115,7 +115,7 @@ def _plan_backward(call: Call, shape: Geometry, generation: Generation) -> _Back
     adapter_sums = 4 * math.prod(_chunks.dhidden_shape(call.replace(hidden_size=call.rank), shape)) if call.rank else 0
     cached = _chunks.count_cached_tiles(call, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
-    parts = (cached - overwritten, 0), (shape.num_tiles - cached, overwritten)  # tiles, and those of free memory
+    parts = (cached - overwritten, 0), (shape.num_tiles - cached, overwritten)  # tiles, and how many have free memory
     chunks = [_chunks.choose_chunks(call, shape, generation.budget, *part) for part in parts if part[0]]
     columns = max((one.num_tiles for one in chunks if not one.in_cache), default=0) * shape.tile
     if call.gradient_threshold:
@@ -127,19 +127,19 @@ def _plan_backward(call: Call, shape: Geometry, generation: Generation) -> _Back
     if overwritten == shape.num_tiles and _writes_dhidden_once(call, shape):
         sums = 0
     sums += adapter_sums
-    copied = 1 + call.gradients.weight  # the weight, and dweight
+    copied = 1 + call.gradients.weight  # the weight, and dweight if requested
     copies = 0 if shape.whole_atoms else copied * columns * call.hidden_size * item
     return _BackwardPlan(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
 
 def _writes_dhidden_once(call: Call, shape: Geometry) -> bool:
-    """Whether there is a single chunk, whose product for dhidden one launch computes and rounds."""
+    """Whether there is a single chunk, so that one launch computes all of dhidden and rounds it."""
     is_all = call.shards == 1 and call.vocab_size == call.columns
     return is_all and not call.mean_logit and _chunks.dhidden_shape(call, shape)[0] == 1
 
 
 def _copied_bytes(call: Call, shape: Geometry) -> int:
-    """Returns the bytes of copies of hidden: cast or reordered, padded, gathered, with u, in float32 for the mean."""
+    """Returns the bytes of hidden's copies: cast or reordered, padded, gathered, with u, in float32 for the mean."""
     width = call.hidden_size + call.rank
     hidden = call.num_tokens * width * call.dtype.itemsize
     moved = hidden if call.partial_rows or call.hidden_dtype != call.dtype else 0
@@ -180,7 +180,7 @@ def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
 
 
 def _threshold_notes(call: Call, shape: Geometry) -> tuple[str, ...]:
-    """Returns notes on the skipped tiles, and on the bound of their gradient: p (|g| + |g'| (|ln p| + entropy))."""
+    """Returns notes on the skipped tiles and the bound of their gradient: p (|g| + |g'| (|ln p| + entropy))."""
     threshold = call.gradient_threshold
     if not threshold:
         return ()

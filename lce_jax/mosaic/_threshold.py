@@ -1,16 +1,16 @@
 """With a ``gradient_threshold``: which tiles are active, and the gradients of the active tiles.
 
 A tile (a row block by a vocabulary tile) is active if it holds a label, a candidate, or a probability of at least the
-threshold. The forward saves each tile's maxima, which decide this as soon as the lse of the whole vocabulary is known.
-The backward never computes the other tiles.
+threshold. The forward saves each tile's maxima; with the lse of the whole vocabulary they decide which tiles are
+active. The backward never computes the other tiles.
 
 The gradients run batch by batch, with two products for each batch of active tiles:
 
     active tiles ─ worklist ─▶ as many vocabulary tiles as fit the slots ─ dlogits ─ candidates ─ dhidden, dweight
                                the next ones …
 
-Only at run time it is known how many batches have tiles. The kernels of empty batches end at once. The tile in which
-padding begins is active in every row block, because `_edge` adds its part of dhidden.
+How many batches have tiles is known only at run time. The kernels of empty batches end at once. The tile in which
+padding begins is active in every row block, because `_edge` adds this tile's part of dhidden.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class TileStatistics(NamedTuple):
-    """What the forward saves for `select`."""
+    """What the forward saves so that `select` can choose the active tiles."""
 
     # Each vocabulary tile's largest x, and Σ e^u if the dropped mass is requested.
     maxima: Float[Array, "tiles saved Tp"]
@@ -69,17 +69,17 @@ def mark_candidate_tiles(
 
 
 def find_padded_tile(kernel_call: KernelCall) -> Int[Array, ""] | int:
-    """Returns the tile in which padding begins, which `_edge` contracts; -1 without padding."""
+    """Returns the tile in which padding begins, which `_edge` contracts; -1 if there is no padding."""
     return -1 if kernel_call.operands.num_columns is None else _edge.count_contracted_tiles(kernel_call)
 
 
 def select(
     call: Call, tiles: TileStatistics, normalizer: Normalizer, num_rows: Any
 ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "T"] | None]:
-    """Selects the active tiles. Returns their mask, and each token's probability in the other tiles if requested.
+    """Selects the active tiles. Returns their mask and, if requested, each token's probability in the other tiles.
 
-    Only the first ``num_rows`` rows count; None: all. A row whose sum is NaN makes all tiles of its row block active.
-    Then its gradient is NaN, too.
+    Only the first ``num_rows`` rows count, or all if it is None. A row whose sum is NaN makes all tiles of its row
+    block active, so that its gradient is NaN, too.
     """
     padded, count = tiles.targets.shape[0], call.num_tokens if num_rows is None else num_rows
     merged = jnp.concatenate([_operands.pad(x, padded) for x in (normalizer.max, normalizer.sumexp)])
@@ -89,7 +89,7 @@ def select(
     )
     if masses is None:
         return active, None
-    dropped = functools.reduce(jnp.add, masses)[: call.num_tokens]  # in their order
+    dropped = functools.reduce(jnp.add, masses)[: call.num_tokens]  # summed in the order of the tiles
     return active, jnp.where(jnp.arange(call.num_tokens, dtype=jnp.int32) < count, dropped, 0.0)
 
 
@@ -121,7 +121,7 @@ def walk(
     active: Int[Array, "tiles blocks"],
     dweight: Float[Array, "V H"] | None,
 ) -> tuple[Any, Any]:
-    """Computes the parts of dhidden, and dweight, from the stacked coefficients."""
+    """Computes the splits of dhidden, and dweight, from the stacked coefficients ``factors``."""
     call, generation, host, prepared = kernel_call.call, kernel_call.generation, kernel_call.host, kernel_call.prepared
     adds = dweight is not None
     sizes = make_sizes(kernel_call)

@@ -1,15 +1,15 @@
 """The active tiles of a shard as lists, along which the kernels of a sparse backward walk.
 
 A tile (a row block by a vocabulary tile) is a cell of a table. An entry is an active cell, or a cell that completes a
-group. A batch is a range of entries whose dlogits fill one array, with a slot of [row block, tile] for each entry.
+group. A batch is a range of entries whose dlogits share one array, with a slot of [row block, tile] for each entry.
 
 The order mixes vocabulary tiles that are active in many row blocks with those that are active in few. So each batch,
-and each row block's part of it, has the same share of both. The product for dhidden reads a tile of the weight once,
-however many row blocks use the tile. A batch in which few row blocks use each tile would wait for memory, and a batch
-in which many do would leave memory idle.
+and each row block's part of a batch, has the same share of both. The product for dhidden reads a tile of the weight
+once, however many row blocks use the tile. A batch in which few row blocks use each tile would wait for memory, and a
+batch in which many do would leave memory idle.
 
-All arrays have static sizes, so that other active tiles need no new compilation. What follows from the lists is
-computed inside the kernels, because a further operation of torch would take longer.
+All arrays have static sizes, so that other active tiles need no new compilation. Kernels compute what follows from the
+lists themselves, because a further operation of torch would take longer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Sizes(NamedTuple):
 
     tiles: int  # vocabulary tiles
     blocks: int  # row blocks
-    group: int  # 1 or 2 entries that are computed together; the entries of a vocabulary tile form whole groups
-    slots: int  # slots for a batch's dlogits: at least for two vocabulary tiles that are active in all row blocks
+    group: int  # how many entries are computed together, 1 or 2; the entries of a vocabulary tile form whole groups
+    slots: int  # slots for a batch's dlogits, enough for two vocabulary tiles that are active in all row blocks
     row_block: int  # tokens of a row block
     tile: int  # columns of a vocabulary tile
 
     @property
     def width(self) -> int:
-        """The cells of a vocabulary tile: its row blocks, and one that may complete a group."""
+        """How many cells a vocabulary tile has: one per row block, and one more if groups have two entries."""
         return self.blocks + self.group - 1
 
     @property
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 
     @property
     def share(self) -> int:
-        """The entries of a batch. A vocabulary tile belongs to the batch in which it begins, and may exceed it."""
+        """How many entries a batch has. A vocabulary tile belongs to the batch in which it begins; it may exceed it."""
         return self.entries if self.entries <= self.slots else self.slots - self.entries_of_tile + self.group
 
     @property
@@ -68,9 +68,9 @@ class Worklist(NamedTuple):
 
     order: Int[Array, "tiles"]  # the vocabulary tile at each rank
     sums: Int[Array, "tiles*width"]  # the number of entries up to each cell, by rank
-    cells: Int[Array, "entries"]  # the cell of each entry; the number of cells after the last entry
-    sums_by_row: Int[Array, "blocks*tiles"]  # the same by row block, of the cells that dhidden contracts
-    cells_by_row: Int[Array, "blocks*tiles"]
+    cells: Int[Array, "entries"]  # the cell of each entry; after the last entry, the total number of cells
+    sums_by_row: Int[Array, "blocks*tiles"]  # like ``sums``, but by row block and only of cells that dhidden contracts
+    cells_by_row: Int[Array, "blocks*tiles"]  # like ``cells``, for ``sums_by_row``
     ranks: Int[Array, "tiles"]  # the ranks of each batch, those with the most active row blocks first
     row_blocks: Int[Array, "batches*blocks"]  # the row blocks of each batch, those with the most entries last
 
@@ -85,7 +85,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, number: Any, sums: Any, cells: Any) -> Batch:
-        """Returns the batch of a number, from fields of a `Worklist`, in a kernel or in array code."""
+        """Returns the batch with this ``number``, from fields of a `Worklist`, in a kernel or in array code."""
 
         def first_rank(number: Any) -> Any:  # the rank after that of the last entry before the batch
             last = cells[jnp.clip(number * sizes.share - 1, 0, sizes.entries - 1)]
@@ -98,7 +98,7 @@ class Batch(NamedTuple):
 
 
 def find_row_block(sizes: Sizes, cell: Any) -> Any:
-    """Returns the row block of an entry's cell; an arbitrary one for a cell that completes a group."""
+    """Returns the row block of an entry's cell. It is arbitrary for a cell that completes a group."""
     return lax.rem(lax.rem(cell, jnp.int32(sizes.width)), jnp.int32(sizes.blocks))
 
 
@@ -115,10 +115,10 @@ def place(
     Args:
         column: the candidate's column in the shard, or -1.
         token: the number of its token.
-        numbers: of a chunk: its first column, the number of unmasked rows, and the end of its columns.
-        entry: of active tiles: the number of entries up to the candidate's tile.
-        batch: of active tiles: the batch.
-        sizes: of active tiles: the sizes of the lists.
+        numbers: a chunk's first column, the number of unmasked rows, and the end of the chunk's columns.
+        entry: with active tiles, the number of entries up to the candidate's tile.
+        batch: with active tiles, the batch.
+        sizes: with active tiles, the sizes of the lists.
     """
     if batch is None or sizes is None:
         return (column >= numbers[0]) & (column < numbers[2]), token, column - numbers[0]
@@ -128,11 +128,11 @@ def place(
 
 
 def make_orders(sizes: Sizes) -> list[int]:
-    """Returns the orders for `make_worklist`: four lists with a number for each vocabulary tile.
+    """Returns the orders for `make_worklist`: four lists, one after the other, with a number for each vocabulary tile.
 
     - The tiles' numbers in a mixed order, in which each section has about equal shares of low and high numbers, because
       the fractional parts of multiples of the golden ratio are spread evenly.
-    - The places of the mixed order, sorted by the number there, the highest number first.
+    - The place of each tile in the mixed order, from the highest tile number to the lowest.
     - For each of these places, the last cell before it in a table with ``width`` cells for each tile; at least 0.
     - The tiles' numbers in ascending order.
     """
@@ -148,9 +148,9 @@ def make_worklist(xp: Any, sizes: Sizes, orders: Any, active: Any, contracted: A
     Args:
         xp: ``jax.numpy``, or a namespace with the same functions.
         sizes: the sizes of the lists.
-        orders: `make_orders` of these sizes.
+        orders: the result of `make_orders` for these sizes.
         active: [tiles, blocks or more], 1 for each active tile.
-        contracted: how many vocabulary tiles dhidden contracts in place: the lists by row block have only these.
+        contracted: how many vocabulary tiles dhidden contracts in place; the lists by row block have only these.
     """
     mixed, places, before, tiles = orders.reshape(4, -1)
     active = active[:, : sizes.blocks]
@@ -194,7 +194,10 @@ def _take(xp: Any, x: Any, places: Any, dim: int = 0) -> Any:
 
 
 def find_ones(xp: Any, sums: Any, numbers: Any) -> Any:
-    """Returns the places of the ones number 0, 1, … in an array of 0 and 1 with these sums; its length if none."""
+    """Returns the places of the first, second, … one in an array of 0 and 1 with these running ``sums``.
+
+    ``numbers`` are 0, 1, …. If there are fewer ones, the other places are the length of the array.
+    """
     if not hasattr(sums, "at"):
         return xp.searchsorted(sums, numbers, right=True, out_int32=True)
     places = xp.where(xp.diff(sums, prepend=0) > 0, sums - 1, len(numbers))  # XLA's search is a loop

@@ -1,10 +1,10 @@
 """The backward's kernels without a product: dlogits from the cache, of one head (eqs. 4, 5) or two (eqs. 8, 10).
 
-In base 2, u = log2 e + (tile maximum - maximum)·scale. Everything except log2 e is one number per row and tile, so an
-element costs one logarithm and two multiplications: dz = e (a + b log2 e). With two heads, too, one number per row and
-tile relates a tile's numbers to the whole vocabulary.
+In base 2, a cached exponential e gives u = log2 e + (tile maximum - maximum)·scale. All but log2 e is one number per
+row and tile, so an element costs one logarithm and two multiplications: dz = e (a + b log2 e). With two heads, one
+number per head, row and tile likewise makes a tile's numbers relative to the whole vocabulary.
 
-The kernels read the cache once, block by block, at the speed of memory. Blocks are loaded and stored by TMA.
+The kernels read the cache once, block by block, at the speed of memory. TMA loads and stores the blocks.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
 
-ROWS = 64  # rows of a block
-COLUMNS = 128  # columns of a block
+ROWS = 64  # how many rows a block has
+COLUMNS = 128  # how many columns a block has
 BLOCK = (ROWS, COLUMNS)
 ACCUMULATOR = AccumulatorLayout(ROWS)
 PER_TILE = TILE_N // COLUMNS
 RESERVED_BYTES = 1 << 10  # shared memory that the system reserves in each kernel block
 STAGES = 2
-SLOTS = 2  # staging slots
+SLOTS = 2  # the number of staging slots in shared memory
 
 along = functools.partial(ACCUMULATOR.along_rows, columns=COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockWalk:
-    """The blocks of the span that one kernel block computes: every ``stride``-th, row by row."""
+    """The blocks of the span that one kernel block computes: every ``stride``-th block, row by row."""
 
     first_tile: Any
     num_steps: Any
     first: Any
     stride: Any
-    per_row: Any  # how many blocks lie side by side
+    per_row: Any  # how many blocks lie side by side in a row
 
     @classmethod
     def of(cls, span: Span) -> BlockWalk:
@@ -74,33 +74,33 @@ class BlockWalk:
         return cls(first_tile, lax.div(jnp.maximum(blocks - 1 - first + stride, 0), stride), first, stride, per_row)
 
     def block(self, step: Any) -> Block:
-        """Returns the block of a step."""
+        """Returns the block that the kernel block computes in this ``step``."""
         number = self.first + step * self.stride
         row, column = lax.div(number, self.per_row), lax.rem(number, self.per_row)
         return Block(row, column, self.first_tile + lax.div(column, jnp.int32(PER_TILE)))
 
     def cached_place(self, step: Any) -> tuple[Any, Any]:
-        """Returns the (row, column) of a step's block in the cache, in blocks."""
+        """Returns the (row, column) of a step's block in the cache, counted in blocks."""
         block = self.block(step)
         return block.row, self.first_tile * PER_TILE + block.column
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The place of a block."""
+    """The place of a block, counted in blocks."""
 
-    row: Any  # the number of the row of blocks
-    column: Any  # the number of the column of blocks, from the span's first column on
-    tile: Any  # the number of its vocabulary tile in the shard
+    row: Any
+    column: Any  # relative to the span's first column
+    tile: Any  # the number of the block's vocabulary tile in the shard
 
     @property
     def rows(self) -> Any:
-        """The block's rows."""
+        """The rows of the block in the arrays."""
         return pl.ds(self.row * ROWS, ROWS)
 
     @property
     def columns(self) -> Any:
-        """The block's columns, from the span's first column on."""
+        """The columns of the block, relative to the span's first column."""
         return pl.ds(self.column * COLUMNS, COLUMNS)
 
 
@@ -131,9 +131,9 @@ def kernel(
 
 
 def plan_shared_memory(generation: Generation, cached: Sequence[Any], output: Any) -> tuple[bool, int]:
-    """Returns whether results are stored through shared memory, by TMA, and the bytes that a kernel block needs.
+    """Returns whether TMA stores results through shared memory, and how many bytes of it a kernel block needs.
 
-    The bytes hold the stages of the ``cached`` arrays, and the staging slots if there is room for these.
+    The memory holds the stages of the ``cached`` arrays, and the staging slots if there is room for them.
     """
     alone = ROWS * COLUMNS * STAGES * sum(x.dtype.itemsize for x in cached)
     staged = alone + ROWS * COLUMNS * SLOTS * output.dtype.itemsize
@@ -169,7 +169,7 @@ def walk_blocks(
 
 
 def _send(d: Array, slots: Any, step: Any, destination: Any) -> None:
-    """Rounds a block and starts its store through the slot of its step."""
+    """Rounds a block and starts its store, through the staging slot of its step."""
     slot = lax.rem(step, jnp.int32(SLOTS))
     plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
     slots[slot] = d.astype(slots.dtype)
@@ -187,12 +187,12 @@ def cached_dlogits(
     columns: int,
     overwrites: bool,
 ) -> Float[Array, "T columns"]:
-    """Computes the dlogits of the span's tiles, which are gradients of the raw products, in the weight's dtype.
+    """Computes the dlogits of the tiles in ``span``: gradients with respect to raw products, in the weight's dtype.
 
-    The result has ``columns`` columns, and the span's tiles fill the first ones.
+    The result has ``columns`` columns, of which the span's tiles fill the first.
 
-    The cached exponentials have the relative precision of that dtype, like the result. Padding gets zeros. Tiles after
-    the span, and row blocks without an unmasked row, are not cached and not written. With ``overwrites`` the gradients
+    Cached exponentials have the relative precision of the weight's dtype, like the result. Padding gets zeros. Tiles
+    after the span, and row blocks without an unmasked row, are not cached and not written. If ``overwrites``, gradients
     overwrite the whole cache; each block is read before it is written.
     """
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), call.dtype)
@@ -210,7 +210,7 @@ def cached_dlogits(
 
 
 class Refs(NamedTuple):
-    """The arrays that the kernel reads and writes, without the exponentials."""
+    """The arrays that the kernel reads and writes, except the exponentials."""
 
     tile_max: Any  # [tiles of the cache, Tp]
     factors: Any  # [3 or 4, Tp]
@@ -270,9 +270,9 @@ def _gradient(e: Array, log2_e: Array, rows: RowFactors, down: Array) -> Array:
 
 
 def _differentiate_softcap(call: Call, d: Array, u: Array, highest: Array, row_scale: Array) -> Array:
-    """Turns ``d`` into the gradient in the raw products (eq. 5). ``u``: (x - highest)·scale, in base 2.
+    """Turns ``d`` into the gradient with respect to the raw products (eq. 5). ``u``: (x - highest)·scale, in base 2.
 
-    In masked rows the scale is 0, e is 1, and everything else 0.
+    In masked rows the scale is 0, e is 1, and everything else is 0.
     """
     if call.logit_softcap is None:
         return d
@@ -290,8 +290,8 @@ def cached_kl_dlogits(
     direction: Direction,
     overwrites: bool,
 ) -> Float[Array, "Tp columns"]:
-    """Computes the same as `kl_dlogits`, from the cache. ``overwrites`` is as in `cached_dlogits`."""
-    call = calls[direction == "forward"]  # the student's
+    """Computes the same as `kl_dlogits`, from the cache. If ``overwrites``, gradients overwrite the whole cache."""
+    call = calls[direction == "forward"]  # the student's call
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), call.dtype)
     body = functools.partial(_kl_kernel, generation, call, direction)
     row_scales = [head.row_scale for head in operands.heads]
@@ -318,7 +318,7 @@ def _kl_kernel(
 
 
 class KLBlock(NamedTuple):
-    """The cached values of a block (`mathematics._kl.CachedRatios`), and the numbers per row of its tile."""
+    """The cached values of a block (`mathematics._kl.CachedRatios`), and its tile's numbers for each row."""
 
     e: Array
     log2_e: Array
@@ -330,7 +330,7 @@ class KLBlock(NamedTuple):
     at_p: Array
 
     def down(self, rows: KLCoefficients | MixtureFactors) -> tuple[Array, Array]:
-        """Computes the dᵢ of eq. 2 of both heads."""
+        """Computes each head's dᵢ of eq. 2."""
         return (self.max_p - rows.max_p) * self.k_p, (self.max_q - rows.max_q) * self.k_q
 
 
@@ -343,7 +343,7 @@ def _kl_block_gradient(
     block: Block,
     values: Sequence[Array],
 ) -> Array:
-    """Loads the factors of a block's rows, and computes eq. 8 or 10 and the derivative of the softcap."""
+    """Loads the factors of a block's rows, and computes eq. 8 or 10, times the derivative of the softcap."""
     load = functools.partial(ACCUMULATOR.load_rows, rows=block.rows)
     k_p, k_q = map(load, row_scales)
     max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))

@@ -2,11 +2,11 @@
 
 products       hidden, gathered rows of the weight  ->  a dot product for each candidate, without a copy of the rows
 keep           statistics, ids, x                   ->  log-probabilities (eq. 3), and what the backward needs
-cotangents     saved fields, cotangents             ->  the cotangents that have a gradient, and their sum for eq. 4
-place_values   both, factors                        ->  the value of dlogits at each candidate's place (eqs. 4, 5)
-put            values, their places                 ->  an array with the rounded values; some have no place
+cotangents     saved fields, cotangents             ->  the cotangents, 0 for ids that no shard has, and their sum
+place_values   saved fields, cotangents, factors    ->  the value of dlogits at each candidate's place (eqs. 4, 5)
+put            dlogits, values, their places        ->  dlogits with the rounded values; some values have no place
 
-In kernels with one thread per token, a candidate is a step of the grid or of a loop.
+Where a thread computes a token, the candidates are steps of the grid or of a loop.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from lce_jax.types._types import Call
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
-VECTOR = 8  # 16-bit numbers in the widest load of a thread
+VECTOR = 8  # how many 16-bit numbers the widest load of a thread reads
 LOADED = 4  # rows of the weight whose loads overlap; each sum takes 8 registers of a thread
-OF_BLOCK = 16  # candidates of a token per block: few, so that few tokens fill the GPU
-PUT = 16  # candidates of a token whose loads overlap
+OF_BLOCK = 16  # candidates of a token per block; it is small so that a call with few tokens fills the GPU
+PUT = 16  # candidates of a token whose loads overlap in `put`
 
 
 def products(
     hidden: Float[Array, "T H"], weight: Float[Array, "V H"], columns: Int[Array, "T K"], numbers: Int[Array, "1"]
 ) -> Float[Array, "T K"]:
-    """Computes h · w of each token's columns in float32; arbitrary at column -1. ``numbers``: the number of rows."""
+    """Computes h · w in each token's columns, in float32; arbitrary at column -1. ``numbers``: how many rows."""
     tokens, most = columns.shape
     groups = -(-most // OF_BLOCK)
 
@@ -70,9 +70,9 @@ def products(
 
 
 def _products(hidden: Any, weight: Any, token: Any, columns: list[Any]) -> list[Any]:
-    """Computes the products piece by piece of H.
+    """Computes the products, one piece of H after the other.
 
-    If H is not a multiple of a piece, the last piece ends where H ends, with zeros for what is already counted.
+    If H is not a multiple of a piece, the last piece ends where H ends, with zeros where it overlaps the piece before.
     """
     hidden_size = hidden.shape[1]
     size = next(THREADS * n for n in (VECTOR, 4, 2, 1) if hidden_size >= THREADS * n)
@@ -109,7 +109,7 @@ class _SavedCandidates(NamedTuple):
         return lay_out_saved(self.call, self.has_temperature)
 
     def locate(self, field: Any) -> Any:
-        """Returns the indices of a field of the block's tokens in the saved array."""
+        """Returns where the saved array has this field of the block's tokens."""
         return self.rows.field_rows(field, self.stride)
 
     def statistic(self, name: str) -> Any:
@@ -121,17 +121,17 @@ class _SavedCandidates(NamedTuple):
         return lax.bitcast_convert_type(self.fields[self.locate(self.layout.ids + k)], jnp.int32)
 
     def x(self, k: Any) -> Any:
-        """Loads the x of candidate ``k``, -inf if no shard owns it."""
+        """Loads the x of candidate ``k``; -inf if no shard has its id."""
         return self.fields[self.locate(self.layout.x + k)]
 
     @property
     def temperature(self) -> Any:
-        """The tokens' temperature. None stands for 1."""
+        """The tokens' temperatures; None stands for 1."""
         return self.fields[self.locate(1)] if self.has_temperature else None
 
     @property
     def inverse_temperature(self) -> Any:
-        """1 / temperature. None stands for 1."""
+        """The tokens' inverse temperatures; None stands for 1."""
         return _logprobs.invert_temperature(self.temperature) if self.has_temperature else None
 
 
@@ -143,7 +143,7 @@ def keep(
     saved: Float[Array, "n"],
     numbers: Int[Array, "2"],
 ) -> tuple[Float[Array, "R K"], Float[Array, "n"]]:
-    """Computes the log-probabilities, NaN in rows with NaN statistics, and saves ids and x in ``saved``.
+    """Computes the log-probabilities, which are NaN in rows with NaN statistics, and saves ids and x in ``saved``.
 
     ``numbers``: the number of rows, and the stride of ``saved``.
     """
@@ -177,7 +177,7 @@ def cotangents(
     seed: Float[Array, "R K"],
     numbers: Int[Array, "2"],
 ) -> tuple[Float[Array, "K R"], Float[Array, "R"]]:
-    """Returns the g_c of eq. 4, which are 0 for a candidate that no shard owns, and their sum."""
+    """Returns the g_c of eq. 4, 0 for a candidate whose id no shard has, and each token's sum of them."""
     rows, most = seed.shape
 
     def body(saved: Any, seed: Any, numbers: Any, each: Any, total: Any) -> None:
@@ -214,10 +214,10 @@ def place_values(
 ) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
     """Returns each candidate's column in the shard, and the value of dlogits there. Repeated ids count once.
 
-    The column is -1 for ids of other shards and after the last row. If a token has an id several times, its last
+    The column is -1 for ids of other shards and after the last row. If a token has an id several times, the id's last
     occurrence has the sum of the gradients, added in order.
 
-    ``numbers``: those of `prepare`, and how many columns of the shard are not padding.
+    ``numbers``: the first four of `_tokens.prepare`, then how many columns of the shard are not padding.
     """
     most, rows = each.shape
 
@@ -265,7 +265,7 @@ def place_values(
 
 
 def _grid(x: Any) -> dict[str, int]:
-    """Returns the grid: a block for `THREADS` tokens and one candidate."""
+    """Returns the grid, in which a block serves `THREADS` tokens and one candidate."""
     return {"rows": x.shape[0] // THREADS, "candidate": x.shape[1]}
 
 
@@ -294,7 +294,7 @@ def put(
             output.at[row, column][...] = value  # all threads write the same number
 
         def step(i: Any, _: Any) -> None:
-            which = [jnp.minimum(i * PUT + j, most - 1) for j in range(min(PUT, most))]  # then the last again
+            which = [jnp.minimum(i * PUT + j, most - 1) for j in range(min(PUT, most))]  # the last one is repeated
             places = [find_place(k) for k in which]
             new = [values[token, k].astype(output.dtype) for k in which]
             for (is_there, row, column), value in zip(places, new, strict=True):

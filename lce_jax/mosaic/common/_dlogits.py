@@ -1,6 +1,6 @@
-"""The backward's kernels of logits: recompute tiles of a chunk, and turn them into the gradients in the raw products.
+"""Kernels of the backward that recompute logits, and turn them into gradients with respect to the raw products.
 
-For one head they compute eqs. 4 and 5, of all tiles or of the active tiles; for two heads, eqs. 8 and 10.
+For one head they compute eqs. 4 and 5 in all tiles or in the active tiles; for two heads, eqs. 8 and 10 in all tiles.
 
 An epilogue works on blocks of 64 columns, because a whole tile at once would spill registers. Each block is rounded
 once to the weight's dtype, and stored through shared memory.
@@ -68,12 +68,13 @@ def dlogits(
     adapter: Float[Array, "V R"] | None = None,
     memory: Float[Array, "T columns"] | None = None,
 ) -> Float[Array, "T columns"]:
-    """Computes the dlogits of the span's tiles, which are gradients of the raw products, in the weight's dtype.
+    """Computes the dlogits of the tiles in ``span``: gradients with respect to raw products, in the weight's dtype.
 
-    The result has ``columns`` columns, and the span's tiles fill the first ones.
+    The result has ``columns`` columns, of which the span's tiles fill the first.
 
-    ``weight`` and ``adapter``, B of an adapter, hold the span's columns at its offset. Padding columns get zeros. Tiles
-    after the span, and row blocks without an unmasked row, are not written. The result overwrites ``memory``, if given.
+    ``weight``, and the B of an ``adapter``, hold the span's columns from its offset on. Padding columns get zeros.
+    Tiles after the span, and row blocks without an unmasked row, are not written. The result overwrites ``memory``, if
+    given.
     """
     machine, matmul = generation.machine, _logits.make_matmul(call, generation.tunings.of(call, "dlogits"))
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), call.dtype)
@@ -96,7 +97,7 @@ def _kernel(
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
     scalars: Any,  # a `Span`
-    *refs: Any,  # the floor, B, and the memory of the output, if any; and the output [T, columns]
+    *refs: Any,  # the floor, B and the memory of the output, each if any; then the output [T, columns]
 ) -> None:
     *optional, output = refs
     num_floors, num_adapters = int(matmul.call.has_floor), int(matmul.call.rank > 0)
@@ -123,9 +124,9 @@ def active_dlogits(
     sizes: Sizes,
     numbers: Int[Array, "3"],
 ) -> Float[Array, "slots*128 256"]:
-    """Like `dlogits`, but for the active tiles of one batch. Each is written to the slot of its entry.
+    """Like `dlogits`, but for the active tiles of one batch. Each tile is written to the slot of its entry.
 
-    ``numbers``: the number of the batch, and how many rows and columns are not padding.
+    ``numbers``: the number of the batch, how many rows are unmasked, and how many columns are not padding.
     """
     machine, matmul = generation.machine, _logits.make_matmul(call, generation.tunings.of(call, "dlogits"))
     output = jax.ShapeDtypeStruct((sizes.slots * ROW_BLOCK, TILE_N), call.dtype)
@@ -149,11 +150,11 @@ def _active_kernel(
     holds_target: Any,  # [row blocks, tiles of the shard]
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
-    order: Any,  # [tiles], and the next two: of a `Worklist`
+    order: Any,  # [tiles]; this and the next two are fields of a `Worklist`
     sums: Any,  # [tiles · width]
     cells: Any,  # [entries]
     numbers: Any,  # [3]
-    *floor_and_output: Any,  # [Tp] if there is a floor, and [slots · 128, 256]
+    *floor_and_output: Any,  # the floor [Tp], if there is one, and the output [slots · 128, 256]
 ) -> None:
     *floor, output = floor_and_output
     batch, num_columns = Batch.of(sizes, numbers[0], sums, cells), numbers[2]
@@ -228,12 +229,12 @@ def kl_dlogits(
     direction: Direction,
     memory: Float[Array, "Tp columns"] | None = None,
 ) -> Float[Array, "Tp columns"]:
-    """Computes the student's dlogits (eq. 8 or 10) of the span's tiles, in its weight's dtype.
+    """Computes the student's dlogits (eq. 8 or 10) of the span's tiles, in the dtype of the student's weight.
 
-    The result has ``columns`` columns, and the span's tiles fill the first ones.
+    The result has ``columns`` columns, of which the span's tiles fill the first.
 
-    ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times its value in eq. 8; for "jsd"
-    and "tv" they are the `MixtureFactors`. Padding columns get zeros. Tiles after the span, and row blocks without an
+    ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times its value in eq. 8. For "jsd" and
+    "tv" they are the `MixtureFactors`. Padding columns get zeros. Tiles after the span, and row blocks without an
     unmasked row, are not written. The result overwrites ``memory``, if given.
     """
     machine, matmuls = generation.machine, _heads.make_matmuls(calls, generation.tunings.of(calls[0], "kl_dlogits"))
@@ -273,7 +274,7 @@ def write_kl_dlogits(
     for i in range(BLOCKS):
         d = gradient(held, x, i)
         column = tile.column + i * STAGING_COLUMNS
-        # The store is from registers, because shared memory is better used for another stage (`sm90._tuning`).
+        # Registers are stored directly, because shared memory is better used for another stage (`sm90._tuning`).
         columns = pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)
         _pallas.store(refs.output.at[rows(), columns], d.astype(refs.output.dtype))
 
@@ -282,7 +283,7 @@ type Gradient = Callable[[HeldTile, Array, int], Array]  # (held tile of p, x of
 
 
 def _kl_gradient(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradient:
-    """Returns the function for a block of eq. 8: `lce_jax.mathematics._kl.dlogits` in base 2, and the softcap."""
+    """Returns the function that computes eq. 8 on a block, in base 2, times the softcap's derivative."""
     p, q = refs.heads
     factors = load_fields(KLCoefficients, refs.factors, lambda ref: ACCUMULATOR.load_rows(ref, rows()))
     row_scales = ACCUMULATOR.load_rows(p.row_scale, rows()), ACCUMULATOR.load_rows(q.row_scale, rows())
@@ -296,7 +297,7 @@ def _kl_gradient(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradie
 
 
 def _mixture_gradient(refs: KLRefs, direction: Direction, rows: Callable[[], Any], where: KLWhere) -> Gradient:
-    """Returns the function for a block of eq. 10, in base 2, and the softcap's derivative."""
+    """Returns the function that computes eq. 10 on a block, in base 2, times the softcap's derivative."""
 
     def compute_strip(held: HeldTile, column: int, x: Array) -> Array:
         x_p = held.strip(column)
@@ -322,7 +323,7 @@ def _mixture_gradient(refs: KLRefs, direction: Direction, rows: Callable[[], Any
 def _block_gradient(
     x: tuple[Array, Array], row_scales: tuple[Array, Array], rows: KLCoefficients, reverse: bool
 ) -> Float[Array, "64 n"]:
-    """Computes `lce_jax.mathematics._kl.dlogits` of a block, in base 2."""
+    """Computes eq. 8 on a block in base 2, like `lce_jax.mathematics._kl.dlogits`."""
     u_p = jnp.minimum(scale_difference(x[0], rows.max_p, row_scales[0]), 0.0)
     e_p = jnp.exp2(u_p)
     if reverse:

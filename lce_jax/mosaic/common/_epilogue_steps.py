@@ -40,8 +40,8 @@ def mask_padding(
     """Replaces padding columns of a tile by `PADDING`. ``start``: the first column of ``z`` in the tile.
 
     Only a tile with padding reads the mask. The first half of the mask says which columns of the ragged tile are
-    padding, and the second half is for tiles that are only padding. A comparison with an iota would cost every tile,
-    because the compiler hoists it out of the branch.
+    padding. The second half is for tiles that are only padding. A comparison with an iota would take time in every
+    tile, because the compiler hoists it out of the branch.
     """
     replace = functools.partial(_replace_padding, z, column, num_columns, mask, PADDING, start)
     return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
@@ -50,10 +50,9 @@ def mask_padding(
 def min_unpadded(
     z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, start: Any = 0
 ) -> Float[Array, "64"]:
-    """Returns the smallest logit of each row, without padding.
+    """Returns the smallest logit of each row, padding excluded.
 
-    The branch reduces the tile to a few columns, so that no second tile exists besides ``z``, which would spill
-    registers.
+    The branch reduces the tile to a few columns. If it returned a second tile besides ``z``, registers would spill.
     """
 
     def fold_unpadded() -> Array:
@@ -63,10 +62,10 @@ def min_unpadded(
 
 
 def fold_columns(z: Float[Array, "64 256"], function: Callable[[Array, Array], Array]) -> Float[Array, "64 8"]:
-    """Reduces a tile in each thread alone, to eight columns.
+    """Reduces a tile to eight columns, without an exchange between threads.
 
-    A branch calls this function, and the reduction ends after the branch. If the shuffles of a full reduction were
-    inside a branch, the compiler would treat all later code as divergent, and spill registers.
+    A branch calls this function; the rest of the reduction follows after the branch. If the shuffles of a full
+    reduction were inside a branch, the compiler would treat all later code as divergent, and spill registers.
     """
     return functools.reduce(function, (z[:, start : start + FOLDED] for start in range(0, z.shape[1], FOLDED)))
 
@@ -88,14 +87,14 @@ def warpgroup_rows(row: Any) -> Any:
 
 
 class TokenRows(NamedTuple):
-    """The rows of a warpgroup's part of a tile. Each call loads anew, so that no register holds a number for long."""
+    """The rows of a warpgroup's part of a tile. Each method loads anew, so that no register holds a number for long."""
 
     refs: Any  # the arrays ``row_scale``, ``targets`` and ``floor``, [Tp], and ``holds_target``, [row blocks, tiles]
     tile: Tile
     where: Any  # the tile's first column and its number, in the shard
 
     def place(self) -> Any:
-        """Computes the place of the rows in an array of all tokens."""
+        """Computes where the rows are in an array of all tokens."""
         return warpgroup_rows(self.tile.row)
 
     def load_scale(self) -> Float[Array, "64"]:
@@ -118,7 +117,7 @@ class TokenRows(NamedTuple):
 def make_staging(machine: Machine, matmul: Matmul, columns: int, dtype: Any) -> Any:
     """Returns shared memory for stores to a [T, columns] output: the slots of each compute warpgroup.
 
-    None without TMA: epilogues then store from registers.
+    Returns None on a GPU without TMA, where epilogues store from registers.
     """
     if not machine.has_tma:
         return None
@@ -132,9 +131,9 @@ def make_staging(machine: Machine, matmul: Matmul, columns: int, dtype: Any) -> 
 def send(
     values: Float[Array, "64 n"], block: int, slots: Any, rows: Any, output: Any, column: Any, add: bool | Array = False
 ) -> None:
-    """Rounds a block of columns and stores it at ``output[rows, column:]``, or adds it there.
+    """Rounds a block of columns and stores it at ``output[rows, column:]``, or adds it there if ``add``.
 
-    TMA drops rows and columns outside the output. ``slots``: None on a GPU without TMA.
+    TMA drops rows and columns outside the output. ``slots`` are None on a GPU without TMA.
     """
     if slots is None:
         _where(add, functools.partial(_store, values, rows, output, column))
@@ -169,17 +168,17 @@ def _store(values: Float[Array, "64 64"], rows: Any, output: Any, column: Any, a
         before = _pallas.load(place, ACCUMULATOR.layout) if add else None
         _pallas.store(place, rounded if before is None else before + rounded)
 
-    if output.shape[0] % TILE_N == output.shape[1] % TILE_N == 0:  # no tile reaches outside
+    if output.shape[0] % TILE_N == output.shape[1] % TILE_N == 0:  # no tile reaches outside the output
         store()
     else:
         pl.when((rows.start < output.shape[0]) & (column < output.shape[1]))(store)
 
 
 def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, add: bool | Array) -> None:
-    """Stores a warpgroup's part of a tile at ``output[row:, column:]``, or adds it there, block by block.
+    """Stores a warpgroup's part of a tile at ``output[row:, column:]``, or adds it there if ``add``, block by block.
 
-    Each block is rounded to the output's dtype. For dweight, the output's dtype is the weight's, or fp32 if it is
-    added; for dhidden, `_chunks.empty_dhidden` chooses it.
+    Each block is rounded to the output's dtype. For dweight, that is the weight's dtype, or fp32 if dweight is added to
+    a sum. For dhidden, `_chunks.empty_dhidden` chooses it.
     """
     values, rows = multiply(), warpgroup_rows(row)
     rows = pl.ds(pl.multiple_of(rows.start, ATOM_ROWS), rows.size)

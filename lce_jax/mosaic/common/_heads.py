@@ -1,12 +1,12 @@
 """What the kernels of `lce_jax.linear_kl` share: the operands of two heads, held tiles, and a mixture in base 2.
 
 A warpgroup computes a [64, 256] tile of each head. The tile of p is multiplied first, and is held outside the registers
-until the tile of q is there; the generation decides where. Two accumulators of 64 x 256 would take all 256 registers of
-a thread, and narrower tiles would read the operands more often. Both products use the same stages of shared memory, so
-the operands of the second product arrive while the first is multiplied.
+until the tile of q is computed; the generation decides where. Two accumulators of 64 x 256 would take all 256 registers
+of a thread, and narrower tiles would read the operands more often. Both products use the same stages of shared memory,
+so the operands of the second product arrive while the first is multiplied.
 
-The mixture computes `lce_jax.mathematics._kl` in a kernel: in base 2, without divisions, and with the hardware's
-logarithm far from 1. The hardware's absolute error is up to 2^-22, so near 1 a polynomial replaces it.
+The mixture's formulas are those of `lce_jax.mathematics._kl`, but in base 2, without divisions, and with the hardware's
+logarithm. Its absolute error is up to 2^-22, so near 1 a polynomial replaces it.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 
 
 BLOCKS = TILE_N // STAGING_COLUMNS
-STRIP = 32  # columns
+STRIP = 32  # the columns of a strip, which is half of a block
 HELD_SHAPE = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)  # the held tiles of a block
-MOST = MOST_DISTANCE * LOG2E  # `MixtureFactors.most` of a logarithm relative to the logarithm of 1
+MOST = MOST_DISTANCE * LOG2E  # the value of `MixtureFactors.most` where d₀ is 0
 
 along = functools.partial(ACCUMULATOR.along_rows, columns=STAGING_COLUMNS)
 
 
 class MixtureFactors(NamedTuple):
-    """Factors of the rows, [T] each, in the order in which the kernels get them: those of eq. 9 or 11, and of eq. 10.
+    """Factors of the rows for eqs. 9 or 11, and 10, [T] each, in the order in which the kernels get them.
 
     With n = β / (1 - β + β e^{d₀}), the logarithm of eq. 9 is that of 1 + x, x = n (e^d - e^{d₀}).
     """
@@ -78,11 +78,11 @@ class MixtureFactors(NamedTuple):
     teacher: Array  # β
     is_above_half: Array  # 1.0 in every row if a β of any row is above ½
     factor_p: Array  # that of `MixtureCoefficients`, for a slope in base 2
-    mean: Array
+    mean: Array  # b, in base 2
 
 
 def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[Array, "14 Tp"]:
-    """Stacks the factors of the sums' pass or of the gradients' pass, and pads them with 0 to ``length``."""
+    """Stacks the factors for the sums or for the gradients of a mixture, and pads them with 0 to ``length`` tokens."""
     if isinstance(rows, MixtureCoefficients):
         rows, factor_p, mean = rows
     else:
@@ -93,7 +93,7 @@ def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[A
 
 
 def convert_mixture_to_base_2(rows: Mixture, factor_p: Array, mean: Array, is_above_half: Any) -> MixtureFactors:
-    """Returns the factors of a mixture, whose ``factor_p`` and ``mean`` are those of `MixtureCoefficients`."""
+    """Returns the factors of a mixture. ``factor_p`` and ``mean`` are those of `MixtureCoefficients`."""
     student, teacher = rows.weights
     other = teacher / rows.at_p.total
     return MixtureFactors(
@@ -115,9 +115,9 @@ def convert_mixture_to_base_2(rows: Mixture, factor_p: Array, mean: Array, is_ab
 def kl_factors(
     rows: KLCoefficients | MixtureCoefficients, length: int, direction: Direction
 ) -> Float[Array, "fields Tp"]:
-    """Stacks the factors of the gradients in base 2, and pads them with 0 to ``length``.
+    """Stacks the factors of the gradients in base 2, and pads them with 0 to ``length`` tokens.
 
-    There u_p - v_q is log2 e times its value in eq. 8.
+    In base 2, u_p - v_q is log2 e times its value in eq. 8.
     """
     if isinstance(rows, MixtureCoefficients):
         return mixture_factors(rows, length)
@@ -126,7 +126,7 @@ def kl_factors(
 
 
 def convert_to_base_2(rows: KLCoefficients, direction: Direction) -> KLCoefficients:
-    """Returns the coefficients as the kernels take them."""
+    """Returns the coefficients in base 2, as the kernels take them."""
     if direction == "reverse":
         return rows._replace(factor_p=rows.factor_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
     return rows
@@ -140,7 +140,7 @@ LOG1P = (1.4426950194, -0.7213474397, 0.4809092734, -0.3606914640, 0.2876754352,
 
 
 class Reference(NamedTuple):
-    """The reference of a relative logarithm: four fields of `MixtureFactors`, a number per row each."""
+    """The reference of a relative logarithm: four fields of `MixtureFactors`, each with a number per row."""
 
     base: Any
     other: Any
@@ -156,7 +156,7 @@ def relative_log_ratio(d: Array, distance: Array, rows: Reference) -> Array:
 def relative_log_ratios(d: Array, distance: Array, rows: Reference) -> tuple[Array, Array]:
     """Computes the t - t₀ and d + t - t₀ of eq. 9 in base 2, from d and d - d₀.
 
-    The second has the rounding error of d. It approaches -ln β. If that is small, the ratio is better computed from -d.
+    The second has the rounding error of d, and approaches -ln β. If -ln β is small, compute the second from -d instead.
     """
     bounded = jnp.minimum(d, rows.most)
     e = jnp.exp2(bounded) * rows.other
@@ -188,7 +188,7 @@ class HeadOperands(NamedTuple):
 class KLRefs(NamedTuple):
     """The arrays that an epilogue reads and writes."""
 
-    heads: tuple[HeadOperands, HeadOperands]  # p first
+    heads: tuple[HeadOperands, HeadOperands]  # the head of p is first
     mask: Any  # [512]
     output: Any  # [tiles, fields, Tp], or [T, columns]
     factors: Any = None  # [fields, Tp]
@@ -207,7 +207,7 @@ type Multiply = Sequence[Callable[[], Any]]  # the products of p and of q, which
 
 
 class HeldTile(NamedTuple):
-    """A tile of x that is held until the other head's tile is there."""
+    """A tile of x that is held until the other head's tile is computed."""
 
     blocks: Any  # [blocks, 64, 64] of this warpgroup
     load: Callable[[Any], Array]  # loads a part of the blocks, after a barrier of the warpgroup
@@ -233,17 +233,17 @@ type Hold = Callable[[Array], HeldTile]
 
 
 def take_block(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
-    """Returns block ``i`` of a tile in registers, as `HeldTile.block` returns it of a held tile."""
+    """Returns block ``i`` of a tile in registers. `HeldTile.block` does this for a held tile."""
     return x[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS]
 
 
 def take_strip(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
-    """Returns the strip at ``column`` of a tile in registers, as `HeldTile.strip` returns it of a held tile."""
+    """Returns the strip at ``column`` of a tile in registers. `HeldTile.strip` does this for a held tile."""
     return x[:, column : column + STRIP]
 
 
 def compute_x(call: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
-    """Computes the x of eq. 0 from raw products, with padding marked. The row's scale is not applied."""
+    """Computes the x of eq. 0 from raw products, and marks padding. The row's scale is not applied."""
     return mask_padding(apply_softcap(call, z), where.column, where.num_columns, mask)
 
 
@@ -256,9 +256,9 @@ def update_tiles(
     operands: Sequence[Any],
     updated: Sequence[Array],
 ) -> list[Array]:
-    """Runs ``epilogue`` on the span's tiles, and returns the arrays that it updates, the statistics first.
+    """Runs ``epilogue`` on the span's tiles, and returns the arrays that it updates; the statistics are first.
 
-    ``operands`` may end with the factors that each row has.
+    ``operands`` may end with the rows' factors.
     """
     machine, both = generation.machine, make_matmuls(calls, generation.tunings.of(calls[0], kernel))
     run = machine.kernel_of_heads(
@@ -294,7 +294,7 @@ def load_fields[F: (KLCoefficients, MixtureFactors)](kind: type[F], factors: Any
 
 
 def store_fields(refs: KLRefs, where: KLWhere, rows: Callable[[], Any], fields: Sequence[Array]) -> None:
-    """Stores a tile's statistics of these rows. ``rows()`` computes the places at each use."""
+    """Stores a tile's statistics of these rows. ``rows()`` computes where they are, at each use."""
     for i, field in enumerate(fields):
         refs.output.at[where.number, i, rows()][...] = field
 
@@ -307,7 +307,7 @@ def store_references(cache: Any, where: KLWhere, rows: Callable[[], Any], stats:
 
 
 def make_matmuls(calls: tuple[Call, Call], tuning: Any) -> tuple[Matmul, Matmul]:
-    """Returns the static part of the product of each head."""
+    """Returns the static part of each head's product."""
     first, second = (_logits.make_matmul(call, tuning) for call in calls)
     return first, second
 
@@ -319,7 +319,7 @@ def pack_operands(operands: KLOperands, span: Int[Array, "fields"]) -> list[Any]
 
 
 def unpack_refs(refs: Sequence[Any]) -> list[Any]:
-    """Returns hidden and weight of p, those of q, both scales in a list, the mask, the span, the others in a list."""
+    """Returns hidden and weight of p, those of q, a list of both scales, the mask, the span, and a list of the rest."""
     return [*refs[:4], refs[4:6], *refs[6:8], refs[8:]]
 
 
@@ -334,7 +334,7 @@ def make_head_operands(matmuls: tuple[Matmul, Matmul], row_scales: Sequence[Any]
 def walk_heads(
     machine: Machine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, held: Any
 ) -> None:
-    """Walks over the logits of both heads, of the unmasked row groups and the span's vocabulary tiles."""
+    """Walks over both heads' logits in the unmasked row groups and the span's vocabulary tiles."""
     visit_all = _logits.make_visit(matmuls[0], span)
     of_heads = zip(matmuls, arrays[::2], arrays[1::2], strict=True)
     products = [Product(matmul, hidden, weight, _logits.num_steps(matmul)) for matmul, hidden, weight in of_heads]
@@ -342,7 +342,7 @@ def walk_heads(
 
 
 def skip_padding[S](where: KLWhere, column: int, compute: Callable[[S], S], otherwise: Callable[[S], S], carry: S) -> S:
-    """Computes ``compute(carry)`` for a strip with an unpadded column, and ``otherwise(carry)`` for others.
+    """Returns ``compute(carry)`` for a strip with an unpadded column, and ``otherwise(carry)`` for other strips.
 
     The branch also keeps the compiler from interleaving strips, which would spill more registers.
     """
@@ -350,20 +350,20 @@ def skip_padding[S](where: KLWhere, column: int, compute: Callable[[S], S], othe
 
 
 class MixtureRows:
-    """The rows of a strip, in a kernel: reads their `MixtureFactors` and both scales, each along the strip.
+    """The rows of a strip, in a kernel. It reads their `MixtureFactors` and scales, each repeated along the strip.
 
-    Each strip reads them again, so that no register holds them between two strips.
+    Each strip reads these numbers again, so that no register holds them between two strips.
     """
 
     def __init__(self, refs: KLRefs, rows: Callable[[], Any]) -> None:
         self._refs, self._rows = refs, rows
 
     def load(self, *names: str) -> list[Float[Array, "64 32"]]:
-        """Returns the factors of these names."""
+        """Returns the factors with these names."""
         return [self._load(self._refs.factors.at[MixtureFactors._fields.index(name)]) for name in names]
 
     def load_row_scales(self) -> list[Float[Array, "64 32"]]:
-        """Returns the scale of each head, that of p first."""
+        """Returns the scale of each head; that of p is first."""
         return [self._load(head.row_scale) for head in self._refs.heads]
 
     def shift(self, x: tuple[Array, Array], k_p: Array, k_q: Array) -> list[Float[Array, "64 32"]]:
@@ -376,7 +376,7 @@ class MixtureRows:
 
 
 class JSDRatios(NamedTuple):
-    """The ratios of `lce_jax.mathematics._kl` of a strip and their logarithms in eq. 9, in base 2."""
+    """A strip's `lce_jax.mathematics._kl.Ratios` and their logarithms in eq. 9, in base 2."""
 
     u_p: Array
     u_q: Array
@@ -411,7 +411,7 @@ class JSDRatios(NamedTuple):
 
 
 class TVRatios(NamedTuple):
-    """The ratios of a strip and their signs in eq. 11, in base 2."""
+    """A strip's `lce_jax.mathematics._kl.Ratios` and their signs in eq. 11, in base 2."""
 
     u_p: Array
     u_q: Array
@@ -444,6 +444,6 @@ def multiply_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Arr
 
 
 def scale_difference(x: Float[Array, "64 n"], reference: Float[Array, "64"], row_scale: Float[Array, "64"]) -> Any:
-    """Computes (x - reference)·scale, with one instruction more than a fused multiply-add: it is 0 at the reference."""
+    """Computes (x - reference)·scale, which is 0 at the reference. A fused multiply-add would not be exactly 0."""
     columns = x.shape[1]
     return (x - ACCUMULATOR.along_rows(reference, columns)) * ACCUMULATOR.along_rows(row_scale, columns)

@@ -2,9 +2,9 @@
 
     [parts, fields, Tp] ── each group of adjacent parts ──▶ [groups, fields, Tp]
 
-A thread joins its token's parts of a group in order. It loads a few parts at a time so that the loads overlap. So a
-token's sums are rounded in the same way in every call. The order of XLA's reduction over tiles would depend on the
-number of tokens.
+A part is the statistics of one tile. A thread joins its token's parts of a group in order, so a token's sums are
+rounded in the same way in every call. The order of XLA's reduction over tiles would depend on the number of tokens. A
+thread loads a few parts at a time so that the loads overlap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lce_jax.types._types import Call
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
-AT_A_TIME = 8  # parts whose loads overlap
+AT_A_TIME = 8  # how many parts a thread loads at a time
 
 # What is joined: the statistics of one head in a call, those of two heads, or the sums of their mixture.
 type Joined = Call | type[KLStatistics] | type[MixtureSums]
@@ -48,7 +48,7 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, joined: Joined) -> Rules:
-        """Returns the rules; in base 2."""
+        """Returns the rules for joining parts in base 2."""
         if isinstance(joined, Call):
             return cls._of_head(joined)
         if joined is KLStatistics:
@@ -85,14 +85,14 @@ def join(
     in_nats: bool = False,
     parted: Parted | None = None,
 ) -> Float[Array, "groups fields Tp"]:
-    """Writes the unions (eqs. 2, 7) of each ``group`` adjacent parts to ``joined``, each added up in the parts' order.
+    """Joins every ``group`` adjacent parts (eqs. 2, 7), in their order, and writes the unions to ``joined``.
 
     ``row_scales`` are the k of eq. 0 in base 2; with two heads, that of p comes first. ``numbers`` are the number of
     unmasked rows, the number of valid parts, and the place of the first group in ``joined``. Groups after the last part
     are empty. Groups after the end of ``joined``, and row blocks without an unmasked row, are not written. ``parts``
     and ``joined`` may have more fields than the statistics. With ``in_nats`` the unions are in the units of eq. 1,
-    otherwise in base 2 like the parts. With ``parted``, a group ends where its vocabulary part ends, so the last group
-    of a vocabulary part may be shorter. ``parts`` then begins at a group of the shard.
+    otherwise in base 2 like the parts. With ``parted``, a group ends where its part of the vocabulary ends, so the last
+    group there may be shorter. ``parts`` then begins with the first part of a group.
     """
     return _join(row_scales, parts, [joined], of, group, numbers, in_nats, parted)[0]
 
@@ -108,7 +108,7 @@ def join_keeping(
 ) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"]]:
     """Does the same as `join`, and also copies the first fields of each part to ``maxima``.
 
-    The group's number determines the place of its parts in ``maxima``, in whole groups.
+    The parts of group n begin at the place ``group`` · n in ``maxima``.
     """
     joined, maxima = _join(row_scales, parts, [joined, maxima], of, group, numbers)
     return joined, maxima
@@ -124,7 +124,7 @@ def _join(
     in_nats: bool = False,
     parted: Parted | None = None,
 ) -> list[Array]:
-    """Runs the kernel on ``updated``: the unions, and the maxima of the parts if they are copied."""
+    """Runs the kernel that updates ``updated``: the unions, and the maxima if the parts' first fields are copied."""
     run = _pallas.kernel(
         functools.partial(_kernel, of, len(row_scales), group, in_nats, parted),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
@@ -144,7 +144,7 @@ def _kernel(
     in_nats: bool,
     parted: Parted | None,
     parts: Any,  # [parts, fields, Tp]
-    *refs: Any,  # the row scales [Tp]; ``numbers`` [3]; ``joined`` and the maxima, if copied; then these as outputs
+    *refs: Any,  # the row scales, [Tp] each; ``numbers`` [3]; ``joined``, and the maxima if any; these two as outputs
 ) -> None:
     row_scales, numbers, results = refs[:num_scales], refs[num_scales], refs[num_scales + 1 :]
     output, *maxima = results[len(results) // 2 :]

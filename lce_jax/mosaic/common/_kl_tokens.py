@@ -1,12 +1,12 @@
-"""The steps of `lce_jax.linear_kl` on a few numbers per token, as kernels: what `_tokens` has for one head.
+"""The steps of `lce_jax.linear_kl` on a few numbers per token, as kernels. `_tokens` has those for one head.
 
 compute_row_scales    temperatures              ->  the row scales of both heads
-save_statistics       statistics                ->  the divergence, or the factors of a mixture; the saved statistics
-save_mixture          the sums of a mixture     ->  its divergence; the saved sums
+save_statistics       statistics                ->  the divergence, or a mixture's factors; and the saved statistics
+save_mixture          the sums of a mixture     ->  the mixture's divergence, and the saved sums
 compute_coefficients  saved numbers, cotangent  ->  the factors of eq. 8 or 10
 
-`lce_jax.run.kl_kernels` launches them. Elsewhere XLA compiles the same functions. ``saved`` has one field after
-another: the temperatures of the call, `KLStatistics`, and for a mixture `MixtureSums`.
+`lce_jax.run.kl_kernels` launches these kernels. Elsewhere XLA compiles the same functions. ``saved`` has one field
+after another: the temperatures of the call, `KLStatistics`, and `MixtureSums` for a mixture.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class KLRows:
 
     @property
     def call(self) -> Call:
-        """The student's."""
+        """The student's call."""
         return self.plan.calls.student
 
     @property
     def padded_tokens(self) -> int:
-        """The length of a kernel's per-token vectors."""
+        """The length of per-token vectors in a kernel."""
         return make_geometry(self.call, TILING).padded_tokens
 
     @property
@@ -74,12 +74,12 @@ class KLRows:
         return self.num_temperatures + self.plan.saved_numbers
 
     def launch(self, body: Callable[..., None], outputs: Sequence[Any], name: str, **more: Any) -> Any:
-        """Returns a function that launches ``body`` on every block of rows."""
+        """Returns a function that launches ``body`` on each block of rows."""
         grid = {"rows": self.padded_tokens // THREADS}
         return kernel(functools.partial(body, self), outputs, name, grid, **more)
 
     def vectors(self, *fields: int) -> Any:
-        """Returns the shape of an output with a number per token and field."""
+        """Returns the shape of an output with these ``fields``, in which each token has a number."""
         return jax.ShapeDtypeStruct((*fields, self.padded_tokens), jnp.float32)
 
 
@@ -88,12 +88,12 @@ class _Tokens:
 
     def __init__(self, of: KLRows, numbers: Any, saved: Any, temperatures: Sequence[Any] = ()) -> None:
         self.of, self.saved, self.count, self.stride = of, saved, numbers[0], numbers[1]
-        self.temperature_refs = temperatures  # empty: the temperatures are in ``saved``
+        self.temperature_refs = temperatures  # it is empty if the temperatures are in ``saved``
         self.block = lax.axis_index("rows")
         self.rows = BlockRows.of(self.block, self.count)
 
     def field(self, number: int) -> Any:
-        """Returns the rows of a saved field."""
+        """Returns where ``saved`` has this field of the rows."""
         return self.rows.field_rows(number, self.stride)
 
     def load(self, first: int, count: int) -> list[Array]:
@@ -113,7 +113,7 @@ class _Tokens:
 
     @property
     def inverse_temperatures(self) -> Pair[Any]:
-        """The inverse temperatures. None stands for 1."""
+        """The inverse temperatures of the student and of the teacher. None stands for 1."""
         return Pair(*(None if x is None else _logprobs.invert_temperature(x) for x in self.temperatures))
 
     @property
@@ -137,12 +137,12 @@ class _Tokens:
 
     @property
     def contrast(self) -> _kl.Contrast:
-        """What the second pass computes."""
+        """What the direction computes in the second pass."""
         assert self.of.plan.contrast is not None
         return self.of.plan.contrast
 
     def mixture_factors(self, mixture: _kl.Mixture, factor_p: Array, mean: Array) -> MixtureFactors:
-        """Returns the factors that the kernels of tiles take."""
+        """Returns the factors of the mixture for the kernels that compute tiles."""
         assert self.of.beta is not None
         factors = _heads.convert_mixture_to_base_2(mixture, factor_p, mean, float(self.of.beta > 0.5))
         return MixtureFactors(*(on_all_threads(x, jnp.float32) if isinstance(x, float) else x for x in factors))
@@ -154,7 +154,7 @@ class _Tokens:
         result.at[self.rows.here][...] = divergence if mask is None else jnp.where(mask, divergence, nan)
 
     def write_all(self, write: Callable[[], None], *padded: Any) -> None:
-        """Runs ``write`` for existing rows, and writes zeros to the padding of ``padded``, [Tp] or [fields, Tp]."""
+        """Runs ``write`` for existing rows, and fills the padding of the ``padded`` arrays with zeros."""
         rows = block_rows(self.block)
 
         def pad() -> None:
@@ -209,9 +209,9 @@ def save_statistics(
     saved: Float[Array, "n"],
     tags: Int[Array, "groups 7 Tp"] | None = None,
 ) -> tuple[Float[Array, "R"] | Float[Array, "14 Tp"], Float[Array, "n"]]:
-    """Returns the divergence, or for a mixture the factors for its sums, and writes the statistics to ``saved``.
+    """Returns the divergence, or the factors that a mixture's sums need, and writes the statistics to ``saved``.
 
-    ``tags`` are as in `_tokens.finish`. If the tags of a token differ, its statistics are NaN.
+    The last field of ``tags`` has a tag per token and shard. If a token's tags differ, its statistics are NaN.
     """
     divergence = jax.ShapeDtypeStruct((of.call.num_tokens,), jnp.float32)
     outputs = [divergence if of.beta is None else of.vectors(len(MixtureFactors._fields))]
@@ -224,7 +224,7 @@ def save_statistics(
 
 def _save_statistics(of: KLRows, joined: Any, *refs: Any) -> None:
     *tags, numbers, _, result, saved = refs
-    tokens, groups = _Tokens(of, numbers, saved), count_groups(make_geometry(of.call, TILING))  # of a shard
+    tokens, groups = _Tokens(of, numbers, saved), count_groups(make_geometry(of.call, TILING))  # groups of one shard
     here, nan = tokens.rows.here, on_all_threads(jnp.nan, jnp.float32)
 
     def write() -> None:
@@ -269,7 +269,7 @@ def _save_mixture(of: KLRows, joined: Any, numbers: Any, _: Any, result: Any, sa
 def compute_coefficients(
     of: KLRows, saved: Float[Array, "n"], seed: Float[Array, "R"], numbers: Int[Array, "2"]
 ) -> Float[Array, "fields Tp"]:
-    """Computes the factors of eq. 8, or of eq. 10. They are 0 in padding and where a temperature is invalid."""
+    """Computes the factors of eq. 8 or 10. They are 0 in padding and in rows with an invalid temperature."""
     kind: Any = _kl.KLCoefficients if of.beta is None else MixtureFactors
     outputs = [of.vectors(len(kind._fields))]
     factors: Array = of.launch(_compute_coefficients, outputs, "lce_kl_coefficients")(saved, seed, numbers)[0]

@@ -39,7 +39,7 @@ PADDING = -1e15  # the logit of columns that do not count: its exp2 is 0, its sq
 
 
 class AccumulatorLayout(NamedTuple):
-    """Operations on rows of a tile in the registers of a warpgroup."""
+    """Operations on the rows of a tile that is in the registers of a warpgroup."""
 
     num_rows: int
 
@@ -59,7 +59,7 @@ class AccumulatorLayout(NamedTuple):
         return self.layout.reduce(0)
 
     def load_rows(self, ref: Any, rows: Any) -> Float[Array, "rows"]:
-        """Loads the part of a per-token vector for these rows from GMEM."""
+        """Loads these rows of a per-token vector from global memory."""
         return _pallas.load(ref.at[rows], self.per_row)
 
     def load_factors(self, factors: Any, rows: Any) -> RowFactors:
@@ -74,7 +74,7 @@ class AccumulatorLayout(NamedTuple):
         return _pallas.broadcast(values, (self.num_rows, columns), 0, self.layout)
 
     def put_target(self, d: Float[Array, "rows n"], rows: RowFactors, label: Float[Array, "rows"], holds: Any) -> Any:
-        """Puts the target of eq. 4 at each row's label, given relative to the block's first column.
+        """Puts the target of eq. 4 at each row's label. ``label`` is relative to the block's first column.
 
         ``holds``: whether the tile has any label.
         """
@@ -86,7 +86,7 @@ class AccumulatorLayout(NamedTuple):
         return lax.cond(holds, put, lambda: d)
 
     def compare_labels(self, x: Float[Array, "rows n"], label: Float[Array, "rows"]) -> list[tuple[Array, Array]]:
-        """Returns eight columns at a time: whether each is its row's label, and x.
+        """Returns, for eight columns at a time, whether each is its row's label, and x there.
 
         With an iota of all columns at once, the registers would hold the whole iota.
         """
@@ -95,7 +95,7 @@ class AccumulatorLayout(NamedTuple):
         return [(place == start, x[:, start : start + FOLDED]) for start in range(0, x.shape[1], FOLDED)]
 
     def apply_floor(self, x: Float[Array, "rows n"], floor: Float[Array, "rows"] | None) -> Float[Array, "rows n"]:
-        """Replaces logits below the rows' floor by `PADDING`, the label's too, which `_statistics` adds."""
+        """Replaces logits below the rows' floor by `PADDING`, the label's too, which `_statistics` adds later."""
         return x if floor is None else jnp.where(x < self.along_rows(floor, x.shape[1]), PADDING, x)
 
     def gradient(self, x: Float[Array, "rows n"], row_scale: Array, rows: RowFactors) -> Float[Array, "rows n"]:
@@ -120,25 +120,25 @@ def apply_softcap(call: Call, z: Any) -> Any:
 
 
 def differentiate_softcap(call: Call, d: Float[Array, "rows n"], x: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
-    """Turns ``d``, a gradient in x, into the gradient in the raw products (eq. 5)."""
+    """Turns ``d``, a gradient with respect to x, into that with respect to the raw products (eq. 5)."""
     return d if call.logit_softcap is None else d * (1.0 - x * x)
 
 
 def make_matmul(call: Call, tuning: Any) -> Matmul:
-    """Returns the static part of a kernel that walks over logits, the product hidden · weightᵀ."""
+    """Returns the static part of a kernel that walks over the logits, which are the product hidden · weightᵀ."""
     return Matmul(call, tuning, 1, call.hidden_dim)
 
 
 def walk_logits(
     machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any, *adapter: Any
 ) -> None:
-    """Walks over the logits of the unmasked row groups and the span's vocabulary tiles (`Machine.walk_tiles`)."""
+    """Walks over the logits in the unmasked row groups and the span's vocabulary tiles, with `Machine.walk_tiles`."""
     options = Offset(column=span.offset), make_visit(matmul, span), consume, scratch
     machine.walk_tiles(matmul, hidden, weight, *options, *adapter)
 
 
 def make_visit(matmul: Matmul, span: Span) -> VisitAll:
-    """Returns the function that visits the logits of the unmasked row groups and the span's vocabulary tiles."""
+    """Returns the function that visits tiles of logits in the unmasked row groups and the span's vocabulary tiles."""
     tuning, groups = matmul.tuning, row_groups(matmul, span.num_rows)
     shape = make_geometry(matmul.call, TILING)
 
@@ -167,7 +167,7 @@ def make_visit(matmul: Matmul, span: Span) -> VisitAll:
 
 
 def num_steps(matmul: Matmul) -> int:
-    """Returns the number of steps of a contraction over H, and over the rank of an adapter."""
+    """Returns the number of steps of a contraction over H, and over an adapter's rank if there is one."""
     tile_k = matmul.tuning.tile_k
     return -(-matmul.call.hidden_size // tile_k) + -(-matmul.call.rank // tile_k)
 
@@ -184,7 +184,7 @@ def walk_active_logits(
     consume: Any,
     scratch: Any,
 ) -> None:
-    """Walks over the logits of a batch's entries. The blocks of a cluster compute the entries of one group."""
+    """Walks over the logits of a batch's active tiles. The blocks of a cluster compute the entries of one group."""
     tuning = matmul.tuning
 
     def visit_all(visit: Visit, carry: Any) -> Any:

@@ -1,11 +1,11 @@
-"""The backward's two products of one chunk of dlogits. The kernels add to the sum and slice the operands themselves.
+"""The two products of a chunk of dlogits. The kernels themselves slice the operands, and add to the sum.
 
     dhidden += dlogits · weight[chunk]          dweight[chunk] = dlogitsᵀ · hidden
 
-XLA would copy the chunk of the weight before its product, and the chunk of dweight after it. The kernels read and write
-both in place, and the contraction ends at the last unpadded column or row, which is known only at run time.
+XLA would copy the chunk of the weight before its product, and the chunk of dweight after its product. The kernels read
+and write both in place. The contraction ends at the last unpadded column or unmasked row, known only at run time.
 
-With a ``gradient_threshold``, a batch of active tiles of dlogits has the same two products, each contracted over lists:
+With a ``gradient_threshold``, a batch of active tiles has the same two products, each contracted over lists:
 
     dhidden[row block] += Σ dlogits[slot] · weight[tile]          over the row block's active vocabulary tiles
     dweight[tile]       = Σ dlogits[slot]ᵀ · hidden[row block]    over the vocabulary tile's active row blocks
@@ -58,7 +58,7 @@ def update_dhidden(
 ) -> Float[Array, "splits Tp Hp"]:
     """Computes dlogits · weight over the span's first ``depth`` columns, and writes it to ``sums`` or adds it there.
 
-    The contraction is split into as many parts as ``sums`` has arrays.
+    The contraction is split, with one array of ``sums`` for each split.
     """
     machine = generation.machine
     matmul = Matmul(call, generation.tunings.of(call, "dhidden"), 1, call.vocab_dim)
@@ -98,7 +98,7 @@ def write_dweight(
     span: Int[Array, "fields"],
     may_add: bool = False,
 ) -> Float[Array, "V H"]:
-    """Writes dlogitsᵀ · hidden of the span to ``dweight``, or adds it if ``may_add`` and the span ``adds_dweight``."""
+    """Writes the span's dlogitsᵀ · hidden to ``dweight``, or adds it if ``may_add`` and `Span.adds_dweight`."""
     machine, matmul = generation.machine, Matmul(call, generation.tunings.of(call, "dweight"), 0, 0)
     lhs, rhs = (dlogits, hidden) if call.vocab_dim == 0 else (hidden, dlogits)
     body = functools.partial(_dweight_kernel, machine, matmul, may_add)
@@ -112,7 +112,7 @@ def _dweight_kernel(
     lhs: Any,  # dlogits [T, columns], or hidden [T, H]: the operand of the rows of dweight
     rhs: Any,  # hidden [T, H], or dlogits [T, columns]
     scalars: Any,  # a `Span`
-    dweight: Any,  # [V, H] or [H, V], with the other chunks
+    dweight: Any,  # [V, H] or [H, V], of all chunks
     output: Any,  # the same memory as ``dweight``
 ) -> None:
     del dweight
@@ -143,7 +143,7 @@ def update(machine: Machine, matmul: Matmul, body: Any, name: str, operands: tup
 
 
 def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps: Any, visit: Visit, carry: Any) -> Any:
-    """Visits every tile of the result ``splits`` times: once for each part of the contraction."""
+    """Visits every tile of the result ``splits`` times: once for each split of the contraction."""
     area, per_split = groups * columns, ceil_div(num_steps, splits)
 
     def tile(info: Any, carry: Any) -> Any:
@@ -167,9 +167,9 @@ def update_active_dhidden(
     sizes: Sizes,
     numbers: Int[Array, "3"],
 ) -> Float[Array, "splits Tp Hp"]:
-    """Adds a batch's part to ``sums``. Each list is split into as many parts as ``sums`` has arrays.
+    """Adds a batch's part of dhidden to ``sums``. Each list is split, with one array of ``sums`` for each split.
 
-    ``numbers``: the number of the batch, and how many rows and columns are not padding.
+    ``numbers``: the number of the batch, how many rows are unmasked, and how many columns are not padding.
     """
     machine, tuning = generation.machine, generation.tunings.of(call, "active_dhidden")
     matmul = Matmul(call, tuning, 1, call.vocab_dim, shares_lhs=True)
@@ -184,7 +184,7 @@ def _active_dhidden_kernel(
     sizes: Sizes,
     dlogits: Any,  # [slots · 128, 256]
     weight: Any,  # [V, H] or [H, V]
-    order: Any,  # [tiles], and the next five: of a `Worklist`
+    order: Any,  # [tiles]; this and the next five are fields of a `Worklist`
     sums: Any,  # [tiles · width]
     cells: Any,  # [entries]
     sums_by_row: Any,  # [blocks · tiles]
@@ -200,7 +200,7 @@ def _active_dhidden_kernel(
     splits, _, hidden_size = output.shape
     steps_of_tile = TILE_N // tile_k
     columns = hidden_size // TILE_N // cluster  # the blocks of a cluster lie side by side
-    # The kernel visits all unmasked row blocks, if any tile is active.
+    # The kernel visits all unmasked row blocks if the batch has any entry.
     groups = jnp.where(batch.num_entries > 0, ceil_div(numbers[1], ROW_BLOCK), 0)
 
     def visit_all(visit: Visit, carry: Any) -> Any:
@@ -246,7 +246,7 @@ def write_active_dweight(
     numbers: Int[Array, "3"],
     add: bool,
 ) -> Float[Array, "V H"]:
-    """Writes a batch's vocabulary tiles to ``dweight``, or adds them. Tiles without an active row block get zeros."""
+    """Writes a batch's tiles of dweight, or adds them if ``add``. Tiles without an active row block get zeros."""
     machine, matmul = generation.machine, Matmul(call, generation.tunings.of(call, "active_dweight"), 0, 0)
     by_rows = call.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
@@ -263,12 +263,12 @@ def _active_dweight_kernel(
     add: bool,
     lhs: Any,  # dlogits [slots · 128, 256], or hidden [T, H]: the operand of the rows of dweight
     rhs: Any,  # hidden [T, H], or dlogits
-    order: Any,  # [tiles], and the next three: of a `Worklist`
+    order: Any,  # [tiles]; this and the next three are fields of a `Worklist`
     sums: Any,  # [tiles · width]
     cells: Any,  # [entries]
     ranks: Any,  # [tiles]
     numbers: Any,  # [3]
-    dweight: Any,  # [V, H] or [H, V], with the other batches
+    dweight: Any,  # [V, H] or [H, V], of all batches
     output: Any,  # the same memory as ``dweight``
 ) -> None:
     del dweight

@@ -11,13 +11,13 @@ from lce_jax.types.scalars import format_bytes
 def refusal(call: Call, generation: Generation) -> str | None:
     """Says why a generation's kernels cannot serve ``call``; None if they can.
 
-    Reasons are a dtype without exact products, a shape that cannot be tiled, and unsupported options.
+    The reason is a dtype without exact products, a shape that cannot be tiled, or an unsupported option.
     """
     return _shape_refusal(call, generation) or _smem_refusal(call, generation) or _options_refusal(call, generation)
 
 
 def kl_refusal(calls: tuple[Call, ...], generation: Generation) -> str | None:
-    """Says why the kernels of two heads cannot serve ``calls``, although the kernels of one head serve each of them."""
+    """Says why the kernels of two heads cannot serve ``calls``, although those of one head serve each of the calls."""
     student, teacher = calls
     if student.dtype != teacher.dtype:
         return f"both weights must have one dtype, got {student.dtype.name} and the teacher's {teacher.dtype.name}"

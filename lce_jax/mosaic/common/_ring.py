@@ -37,12 +37,12 @@ class Ring(NamedTuple):
 
     lhs: Any  # [stages, rows, tile_k], or [stages, tile_k, rows]: 128 rows, or 64 if the warpgroups take turns
     rhs: Any  # [stages, tile_k, n], or [stages, n, tile_k]
-    produced: Any  # one set of barriers per turn, because a warpgroup waits only for its own turns
-    consumed: Any
+    produced: Any  # one set of barriers per turn, because a warpgroup waits only for the steps of its own turns
+    consumed: Any  # the barriers after which stages are free
 
 
 def make_ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
-    """Returns the stages of a product."""
+    """Returns the stages for a product, and their barriers."""
     tuning, itemsize = matmul.tuning, matmul.call.dtype.itemsize
     swizzles = [widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs)]
     if matmul.lhs_k == 1 or matmul.rhs_k == 1:
@@ -63,18 +63,18 @@ def make_ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
 
 
 def find_stage(matmul: Matmul, step: Any) -> Any:
-    """Returns the stage of a step, by an unsigned division: a signed one would also handle negative steps."""
+    """Returns the stage of a step. It divides unsigned numbers, because signed ones need code for negative steps."""
     return lax.rem(jnp.asarray(step, jnp.int32).astype(jnp.uint32), jnp.uint32(matmul.tuning.stages)).astype(jnp.int32)
 
 
 def wait_for_last(matmul: Matmul, ring: Ring, total: Any) -> None:
-    """Waits until the last of ``total`` steps are consumed."""
+    """Waits until all ``total`` steps are consumed."""
     first = jnp.maximum(total - matmul.tuning.stages, 0)
     lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[find_stage(matmul, i)]), None)
 
 
 def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
-    """Starts the copies of one step as soon as its stage is free. TMA fills rows and columns outside with zeros."""
+    """Starts the copies of one step as soon as its stage is free. TMA writes zeros for what is outside an operand."""
     matmul, lhs = product[:2]
     tuning, stage = matmul.tuning, find_stage(matmul, before + step)
     # The place is computed while the stage is still in use.
@@ -85,7 +85,7 @@ def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before:
     place = next_place(matmul, offset, tile, number) if located is None else located
     rows, depth = pl.ds(place.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(place.lhs_k, tuning.tile_k)
     source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
-    shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all blocks
+    shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster copies a part for all its blocks
     plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced, collective_axes=shared if matmul.shares_lhs else None)
     columns = pl.ds(multiple_of(offset.column + tile.column, matmul.column_grain), tuning.tile_n)
     shared = None if matmul.shares_lhs else shared
@@ -99,16 +99,16 @@ def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before:
 
 
 def _find_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
-    """Returns the warpgroup whose turn has the step, and the step's number in the contraction."""
+    """Returns the warpgroup whose turn contains the step, and the step's number in the contraction."""
     turn = lax.div(step, jnp.int32(tile.num_steps)) if tuning.turns > 1 else 0
     return turn, tile.first_step + step - turn * tile.num_steps
 
 
 def count_steps(product: Product, tile: Tile) -> Any:
-    """Returns the number of steps of a block in a product of a tile."""
+    """Returns how many steps a block takes for one product of a tile."""
     return product.matmul.tuning.turns * product.part(tile).num_steps
 
 
 def count_steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
-    """Returns the number of steps before a product of a tile. ``before``: the number before the tile."""
+    """Returns how many steps precede a tile's product ``number``. ``before``: how many precede the tile."""
     return functools.reduce(lambda total, product: total + count_steps(product, tile), products[:number], before)

@@ -1,9 +1,9 @@
 """The forward's kernels: the statistics of each tile of logits, of one head (eq. 1) or two (eq. 6).
 
-They are computed from the accumulators in base 2: exp2 is one instruction, and log2(e) is a factor of the row's scale.
-Each tile stores its own statistics per token, which `_join` merges (eq. 2). With a cache, a tile's exponentials are
-rounded and stored through shared memory. They are relative to the tile's own maximum, which is cached too. A mixture of
-two heads has a second pass over the same tiles, for the sums of eq. 9 or 11.
+Statistics are computed in base 2, because exp2 is one instruction; log2(e) is a factor of the row's scale. Each tile
+stores its own statistics per token, which `_join` merges (eq. 2). With a cache, a tile's exponentials are rounded and
+stored through shared memory. They are relative to the tile's own maximum, which is cached too. A mixture of two heads
+has a second pass over the same tiles, for the sums of eq. 9 or 11.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def statistics(
 ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
     """Writes the statistics of the span's tiles to ``parts``, and their exponentials to the cache, if any.
 
-    ``weight`` and ``adapter``, B of an adapter, hold the span's columns at its offset.
+    ``weight``, and the B of an ``adapter``, hold the span's columns from its offset on.
     """
     machine, matmul = generation.machine, _logits.make_matmul(call, generation.tunings.of(call, "forward"))
     updated = [parts, *jax.tree.leaves(cache)]
@@ -97,7 +97,7 @@ class StatisticsRefs(NamedTuple):
     targets: Any  # [Tp]
     row_scale: Any  # [Tp]
     holds_target: Any  # [row blocks, tiles of the shard]
-    mask: Any  # [512], or [1024] with parts
+    mask: Any  # [512], or [1024] if the vocabulary has parts
     partial: Any  # [tiles, fields, Tp]
     cache: Any  # a `Cache` of refs, or None
     floor: Any  # [Tp], or None
@@ -133,7 +133,7 @@ def _kernel(
     holds_target: Any,
     mask: Any,
     scalars: Any,  # a `Span`
-    *refs: Any,  # the floor and B, if any, and the results
+    *refs: Any,  # the floor and B, each if any; then the results, as inputs and as outputs
 ) -> None:
     has_floor, num_operands = matmul.call.has_floor, matmul.call.has_floor + (matmul.call.rank > 0)
     floor, adapter, results = (
@@ -164,7 +164,7 @@ def _kernel(
 
 
 def sum_block(call: Call, u: Array, e: Array) -> list[Array]:
-    """Computes those `SUMS` of a block of columns that the call has, in their order."""
+    """Computes a block's `SUMS`, those that the call has, in their order."""
     return [jnp.sum(one.term(u, e), axis=1) for name, one in SUMS.items() if name in call.statistics]
 
 
@@ -177,20 +177,20 @@ def collect_sums(call: Call, sums: Sequence[Array], **fields: Array | None) -> S
 def store_statistics(
     refs: StatisticsRefs, where: StatisticsWhere, rows: Callable[[], Any], stats: ShardStatistics
 ) -> None:
-    """Stores a tile's statistics of these rows. ``rows()`` computes the places at each use."""
+    """Stores a tile's statistics of these rows. ``rows()`` computes where they are, at each use."""
     for i, field in enumerate(jax.tree.leaves(stats)):
         refs.partial.at[where.slot, i, rows()][...] = field
 
 
 def shift_exponentials(e: Array, dtype: Any) -> Array:
-    """Scales a tile's exponentials as the cache holds them: in float16 they are shifted to use its range."""
+    """Scales a tile's exponentials for the cache. In float16 they are multiplied by a power of 2 to use its range."""
     return e * 2.0**FP16_SHIFT if dtype == jnp.float16 else e
 
 
 def write_statistics(
     call: Call, refs: StatisticsRefs, tile: Tile, where: StatisticsWhere, multiply: Any, slots: Any
 ) -> None:
-    """Computes eq. 1 of a warpgroup's part of a tile from its products, and stores the statistics and the cache."""
+    """Computes eq. 1 on a warpgroup's part of a tile from its products, and stores the statistics and the cache."""
     rows = TokenRows(refs, tile, where)
     row_scale, target, holds, floor = rows.load_scale(), rows.load_target(), rows.holds_target(), rows.load_floor()
     x = apply_softcap(call, multiply())
@@ -199,8 +199,8 @@ def write_statistics(
     label = _find_label_below_floor(x, target, holds, floor)
     x = ACCUMULATOR.apply_floor(x, floor)
     highest = _find_max(x, label)
-    # With a cache, the target's logit comes before the exponentials, so that x is freed block by block. Without a cache
-    # the target's logit comes after the exponentials. In either case, the opposite order would spill registers.
+    # With a cache, the target's logit is read before the exponentials, so that x is freed block by block. Without a
+    # cache it is read after them. In either case, the opposite order would spill registers.
     if refs.cache is None:
         sums = _sum_tile(call, x, row_scale, highest)
         at_target = _find_target(x, target, holds, label)
@@ -221,7 +221,7 @@ def write_statistics(
 def _find_min(
     call: Call, x: Float[Array, "64 256"], where: StatisticsWhere, floor: Float[Array, "64"] | None
 ) -> Float[Array, "64"] | None:
-    """Returns the smallest logit of each row, if ``stats`` asks for it and `_measure_support` does not compute it."""
+    """Returns the smallest logit of each row, if ``stats`` requests it and `_measure_support` does not compute it."""
     return min_unpadded(x, *where.edge) if call.stats and floor is None else None
 
 
@@ -234,12 +234,12 @@ def _find_max(x: Float[Array, "64 256"], label: LabelBelowFloor | None) -> Float
 def _find_target(
     x: Float[Array, "64 256"], target: Float[Array, "64"], holds: Any, label: LabelBelowFloor | None
 ) -> Float[Array, "64"]:
-    """Returns the unscaled logit at each row's target. With a floor, `_find_label_below_floor` has selected it."""
+    """Returns the unscaled logit at each row's target. With a floor, it is that of `_find_label_below_floor`."""
     return _select_target(x, target, holds) if label is None else label.x
 
 
 def _select_target(x: Float[Array, "64 256"], target: Float[Array, "64"], holds: Any) -> Float[Array, "64"]:
-    """Returns the unscaled logit at each row's target, 0 if the tile has none. Tiles without any target skip this."""
+    """Returns the unscaled logit at each row's target; 0 in rows without one. Tiles without any target skip this."""
 
     def select() -> Array:
         return functools.reduce(
@@ -257,17 +257,17 @@ def _is_in_tile(target: Float[Array, "64"]) -> Bool[Array, "64"]:
 
 
 class LabelBelowFloor(NamedTuple):
-    """The labels below their row's floor in a tile. Each counts as one more column than those that reach the floor."""
+    """The labels of a tile that are below their row's floor. Each is one more column than those that reach it."""
 
-    there: Bool[Array, "64"]
-    x: Float[Array, "64"]  # of all labels in the tile, arbitrary in other rows
+    there: Bool[Array, "64"]  # whether the row has such a label
+    x: Float[Array, "64"]  # the x of all labels in the tile; arbitrary in rows without a label there
 
     def or_else(self, value: float) -> Float[Array, "64"]:
         """Returns the label's x, or ``value`` in rows without such a label."""
         return jnp.where(self.there, self.x, value)
 
     def add_to(self, stats: ShardStatistics, row_scale: Float[Array, "64"]) -> ShardStatistics:
-        """Adds the label to the statistics of the columns that reach the floor. ``stats.max`` includes it already."""
+        """Adds the label to statistics of the columns that reach the floor. ``stats.max`` already includes it."""
         u = (self.x - stats.max) * row_scale
         e = jnp.where(self.there, jnp.exp2(u), 0.0)
         there = {name: getattr(stats, name) for name in SUMS}
@@ -282,7 +282,7 @@ class LabelBelowFloor(NamedTuple):
 def _find_label_below_floor(
     x: Float[Array, "64 256"], target: Float[Array, "64"], holds: Any, floor: Float[Array, "64"] | None
 ) -> LabelBelowFloor | None:
-    """Returns the labels below ``floor``. None without a floor."""
+    """Returns the labels below ``floor``; None without a floor."""
     if floor is None:
         return None
     at_target = _select_target(x, target, holds)
@@ -292,7 +292,7 @@ def _find_label_below_floor(
 def _measure_support(
     call: Call, x: Float[Array, "64 256"], floor: Float[Array, "64"] | None, lowest: Float[Array, "64"] | None
 ) -> tuple[Float[Array, "64"] | None, Float[Array, "64"] | None]:
-    """Returns the smallest logit of each row that reaches the floor, and how many do. Without a floor: ``lowest``."""
+    """Returns, per row, the smallest logit at or above the floor, and their number; ``lowest`` without a floor."""
     if floor is None or not call.stats:
         return lowest, None
     blocks = [_measure_block(x[:, start : start + STAGING_COLUMNS]) for start in range(0, TILE_N, STAGING_COLUMNS)]
@@ -301,7 +301,7 @@ def _measure_support(
 
 
 def _measure_block(x: Float[Array, "64 n"]) -> tuple[Float[Array, "64"], Float[Array, "64"]]:
-    """Returns the smallest logit of each row of a block and the number of logits, both without `PADDING`."""
+    """Returns the smallest logit and the number of logits in each row of a block, both without `PADDING`."""
     reaches = x > 0.5 * PADDING
     lowest = jnp.min(jnp.where(reaches, x, -PADDING), axis=1)
     return lowest, jnp.sum(jnp.where(reaches, 1.0, 0.0), axis=1)
@@ -310,8 +310,8 @@ def _measure_block(x: Float[Array, "64 n"]) -> tuple[Float[Array, "64"], Float[A
 def _sum_tile(call: Call, x: Array, row_scale: Array, highest: Array, send: Any = None) -> list[Array]:
     """Computes the `SUMS` of a tile, block by block, and passes each block's exponentials to ``send``, if any.
 
-    u takes a subtraction and a product. One fused multiply-add would be faster, but would not give 0 at the largest
-    column.
+    u is computed by a subtraction and a product. One fused multiply-add would be faster, but not exactly 0 at the
+    largest x.
     """
     sums: list[Array] = []
     for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):
@@ -338,10 +338,10 @@ def kl_statistics(
     cache: KLCache | None,
     direction: Direction,
 ) -> tuple[Float[Array, "n 6 Tp"], KLCache | None]:
-    """Writes the `KLStatistics` of the span's tiles to ``parts``, ``cross`` in base 2, and fills the cache, if any.
+    """Writes the `KLStatistics` of the span's tiles to ``parts``, with ``cross`` in base 2. Fills the cache, if any.
 
     A tile that is only padding gets a maximum of `_operands.FLOOR` and sums of 0. Tiles after the span, and row blocks
-    without an unmasked row, are not written. ``calls`` are in the order of the heads, that of p first.
+    without an unmasked row, are not written. The first of ``calls`` is that of p.
     """
     inputs, updated = _heads.pack_operands(operands, span), [parts, *jax.tree.leaves(cache)]
     names = "kl_statistics", "lce_kl_statistics" if cache is None else "lce_kl_statistics_cached"
@@ -361,7 +361,8 @@ def kl_mixture_sums(
 ) -> Float[Array, "n 2 Tp"]:
     """Writes the `MixtureSums` of the span's tiles to ``parts``, in base 2. ``factors`` are the `MixtureFactors`.
 
-    A tile that is only padding gets sums of 0. As in `kl_statistics`, some tiles and row blocks are not written.
+    A tile that is only padding gets sums of 0. Tiles after the span, and row blocks without an unmasked row, are not
+    written.
     """
     inputs, names = [*_heads.pack_operands(operands, span), factors], ("kl_mixture_sums", "lce_kl_mixture_sums")
     epilogue = functools.partial(write_mixture_sums, direction)
@@ -371,7 +372,7 @@ def kl_mixture_sums(
 def write_kl_statistics(
     direction: Direction, refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold
 ) -> None:
-    """Computes the statistics of both heads of a warpgroup's part of a tile from its products, and stores them."""
+    """Computes both heads' statistics of a warpgroup's part of a tile from its products, and stores them."""
     rows = functools.partial(warpgroup_rows, tile.row)  # computed at each use, so that no register holds it
     p, q = refs.heads
     x = compute_x(p.call, multiply[0](), refs.mask, where)
@@ -401,7 +402,7 @@ def _terms(
     row_scales: tuple[Array, Array],
     direction: Direction,
 ) -> tuple[Array, Array, Array, Array]:
-    """Returns the terms of the three sums, and the ratio of a `mathematics._kl.CachedRatios`."""
+    """Returns the terms of the three sums, and the ratio to cache (`mathematics._kl.CachedRatios`)."""
     u_p = scale_difference(x[0], references[0], row_scales[0])
     e_p = jnp.exp2(u_p)
     # If e is 0, v may be infinite, and 0 · inf is NaN.
@@ -416,14 +417,14 @@ def _cached_exponential(direction: Direction, e_p: Array, e_q: Array) -> Array:
 
 
 def _cache_strip(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, ratio: Array) -> None:
-    """Stores a strip of a `mathematics._kl.CachedRatios`, from registers and not through shared memory."""
+    """Stores a strip of `mathematics._kl.CachedRatios` directly from registers, not through shared memory."""
     columns = pl.ds(multiple_of(column, STRIP), STRIP)
     for output, values in (cache.e, shift_exponentials(e, cache.e.dtype)), (cache.ratio, ratio):
         _pallas.store(output.at[rows(), columns], values.astype(output.dtype))
 
 
 def _x_at_max(x_p: Float[Array, "64 n"], max_p: Float[Array, "64"], x_q: Float[Array, "64 n"]) -> Float[Array, "64"]:
-    """Returns the x of q at the largest x of p, if this block has it."""
+    """Returns the x of q in the column where x of p is ``max_p``, if this block has that column."""
     return jnp.max(jnp.where(x_p == along(max_p), x_q, MASKED), axis=1)
 
 

@@ -1,4 +1,4 @@
-"""The kernel that selects the active tiles (`lce_jax.mosaic._threshold`): a thread per token, a few tiles at a time.
+"""The kernel that selects the active tiles of a ``gradient_threshold``: a thread per token, a few tiles at a time.
 
 select   the tiles' maxima, the merged statistics   ->  the active tiles; the probability in the others, in parts
 """
@@ -23,7 +23,7 @@ from lce_jax.types._types import Call
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
-TILES = 16  # tiles of a block, whose loads overlap
+TILES = 16  # how many tiles a block reads; their loads overlap
 
 
 def select(
@@ -41,13 +41,13 @@ def select(
     Args:
         call: the shard's call.
         maxima: each tile's largest x, and its sum of exponentials if the probabilities are requested.
-        targets: the shard's columns of the labels, -1 for labels of other shards.
+        targets: the labels' columns in the shard, -1 for labels of other shards.
         row_scale: the k of eq. 0 in base 2.
-        merged: flat; its fields ``field`` and ``field + 1`` are the maximum and the sum of the whole vocabulary.
-            The kernel reads full row blocks, so another field must follow these two, or they must be padded.
+        merged: a flat array; its fields ``field`` and ``field + 1`` are the maximum and the sum of the whole
+            vocabulary. Full row blocks are read, so another field must follow these two, or they must be padded.
         field: the number of the field with the maximum.
         numbers: the number of rows, the stride of fields, and a tile that is always active, or -1.
-        candidate_tiles: 1 for each tile that holds a candidate. None: the call has no candidates.
+        candidate_tiles: 1 for each tile that holds a candidate; None if the call has no candidates.
     """
     shape = make_geometry(call, TILING)
     outputs, parts = [jax.ShapeDtypeStruct(active_tiles_shape(call), jnp.int32)], -(-shape.num_tiles // TILES)
@@ -99,7 +99,7 @@ def _select(
             (tiles[i], holds[i], _load(maxima, tiles[i], rows)) for i in range(TILES)
         ]:
             u = (largest - highest) * k - of_rows  # the logarithm of the tile's largest probability
-            # NaN is not below the threshold, so a row with NaN makes all tiles active and its gradient NaN.
+            # NaN is not below the threshold, so a row with NaN makes all tiles active. Its gradient is NaN.
             is_active = jnp.where(u < math.log2(call.gradient_threshold), on_all_threads(0), on_all_threads(1))
             if call.has_floor:  # a row in which no column reaches the floor has no gradient, and its u is infinite
                 is_active = jnp.where(sumexp == 0.0, on_all_threads(0), is_active)
@@ -127,12 +127,12 @@ def _holds(label_tile: Any, candidate_tiles: Sequence[Any], tiles: list[Any], bl
 
 
 def _find_tile(column: Any) -> Any:
-    """Returns the tile of a column; a negative number for a negative column."""
+    """Returns the number of a column's tile; a negative number for a negative column."""
     return lax.shift_right_arithmetic(column, on_all_threads(TILE_N.bit_length() - 1))
 
 
 def _load(maxima: Any, tile: Any, rows: Any) -> tuple[Any, Any]:
-    """Loads a tile's largest x, and its sum if it exists. Tiles that no launch visited are padding."""
+    """Loads a tile's largest x, and its sum if there is one. Tiles that no launch visited count as padding."""
     is_valid, at = on_all_threads(tile) < maxima.shape[0], jnp.minimum(tile, maxima.shape[0] - 1)
     none = FLOOR, 0.0
     fields = [

@@ -2,15 +2,15 @@
 
 * The sizes of tiles and of pieces of shared memory, which are equal for all generations.
 * `Tuning`, `Matmul`, `Tile` and `Product`: what a walk over tiles needs to know.
-* The order of the tiles of a product. A launch gives its tiles to the clusters of blocks that run concurrently, one
-  wave of tiles after the other. Tiles that run concurrently should share operands in L2 and end together.
-* The tiles of a vocabulary in parts (``vocab_part_size``), as the forward's kernels see them:
+* The order of a product's tiles. A launch gives its tiles to the clusters of blocks that run concurrently, one wave of
+  tiles after the other. Tiles that run concurrently should share operands in L2 and end together.
+* The tiles of a vocabulary that is cut into parts (``vocab_part_size``), as the forward's kernels see them:
 
     columns    |      part 0      |      part 1      |
     tiles      |   0   |   1   |..|   2   |   3   |..|       tiles 1 and 3 are ragged
 
-The tiles are numbered consecutively through all parts. Labels are given as places in the row of tiles
-(`Geometry.place`). Therefore only the weight and the padding are located by column.
+The tiles are numbered consecutively through all parts. A label is given as its place among all tiles
+(`Geometry.place`), so only the weight and the padding are located by column.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Int
 
 
-ROW_BLOCK = 128  # rows of a tile, of one block: two wgmma of 64 rows each on Hopper
+ROW_BLOCK = 128  # rows of a tile, which one block computes: by two wgmma of 64 rows each on Hopper
 TILE_N = 256  # the largest N of wgmma and of tcgen05.mma
 STAGING_BYTES = 128  # bytes of a row that an epilogue stores at a time: the widest swizzle
-STAGING_COLUMNS = STAGING_BYTES // 2  # 16-bit numbers in those bytes
+STAGING_COLUMNS = STAGING_BYTES // 2  # how many 16-bit numbers these bytes hold
 ATOM_ROWS = 8  # rows of the smallest swizzled piece; TMA copies whole pieces
-SCALED = 4096  # numbers that a block of the kernel `_tokens.scale` multiplies
-COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: a minor dimension must be a multiple of it
-SMEM_ALIGNMENT = 1024  # alignment of every allocation in a kernel
+SCALED = 4096  # how many numbers a block of the kernel `_tokens.scale` multiplies
+COLUMN_GRAIN = 16  # a minor dimension must be a multiple of it: the narrowest swizzle, 32 bytes, in 16-bit numbers
+SMEM_ALIGNMENT = 1024  # the alignment in bytes of every allocation in shared memory
 BARRIER_BYTES = 8
 WARPGROUP_ROWS = 64  # rows of a tile in the registers of a warpgroup: the M of one wgmma
 # With a third compute warpgroup, a thread has 128 registers, fewer than the accumulator and its epilogue need.
 COMPUTE_WARPGROUPS = ROW_BLOCK // WARPGROUP_ROWS
-KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4  # the held tiles of one head, which wait for the other head's
+KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4  # the bytes of a block's held tile, which waits for the other head's tile
 
 # The time to read and write one token's dhidden, in waves of tiles: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H
 # operations of one multiprocessor at 5.5 TFLOP/s (H200).
@@ -53,7 +53,7 @@ TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered
 
 
 def active_tiles_shape(call: Call) -> tuple[int, int]:
-    """Returns the shape of the mask of active tiles: vocabulary tiles, and row blocks padded to one per thread."""
+    """Returns the shape of the mask of active tiles: [vocabulary tiles, row blocks padded to one per thread]."""
     shape = make_geometry(call, TILING)
     return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
 
@@ -69,12 +69,12 @@ class Tuning:
     """The tuning parameters of one kernel. Everything else follows from the shapes."""
 
     tile_k: int
-    stages: int  # buffers of one [ROW_BLOCK / turns, tile_k] and one [tile_n, tile_k] operand tile each
-    cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs only once together
+    stages: int  # buffers, each with a [ROW_BLOCK / turns, tile_k] tile of lhs and a [tile_n, tile_k] tile of rhs
+    cluster: int = 1  # how many blocks, one below the other, together load each tile of rhs only once: 1 or 2
     snake: int = 16  # row blocks (``minor`` 0) or tiles of columns (1) that L2 reuses: 16 x 8 is square
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
-    in_flight: int = 0  # 0 or 1: steps that still multiply while a warpgroup waits for the next operands
-    turns: int = 1  # 2: the warpgroups multiply in turn, each during the other's epilogue
+    in_flight: int = 0  # how many steps still multiply while a warpgroup waits for the next operands: 0 or 1
+    turns: int = 1  # if 2, the warpgroups multiply in turn, each during the other's epilogue
     slots: int = 2  # staging slots of each warpgroup, if the kernel stores tiles
     tile_n: int = TILE_N  # columns of a tile; kernels of logits support only TILE_N
 
@@ -88,9 +88,9 @@ class Tuning:
             raise ValueError(f"slots must divide a tile's blocks of columns, and snake by cluster, got {self}")
 
     def smem_bytes(self, itemsize: int, staged: bool, held: int = 0) -> int:
-        """Returns the shared memory of a block: the stages of the operands, their barriers, and staging slots.
+        """Returns the bytes of shared memory of a block: the operands' stages, their barriers, and staging slots.
 
-        ``staged``: whether the kernel stores tiles. ``held``: the bytes of a held tile.
+        ``staged``: whether the kernel stores tiles through the slots. ``held``: the bytes of a held tile.
         """
         sizes = [
             self.stages * ROW_BLOCK // self.turns * self.tile_k * itemsize,
@@ -104,7 +104,7 @@ class Tuning:
 
 
 def stages_output(call: Call, kernel: str) -> bool:
-    """Whether a kernel stages its output in shared memory: the forward if it caches tiles, and no kernel of a KL."""
+    """Whether a kernel stages its output in shared memory. The forward does if it caches tiles; KL kernels do not."""
     return not kernel.startswith("kl") and (kernel != "forward" or call.cache_budget > 0)
 
 
@@ -120,36 +120,36 @@ class Matmul:
 
     @property
     def clusters(self) -> int:
-        """How many clusters run at a time. Each computes a tile per block, and all together a wave of tiles."""
+        """How many clusters run at a time. Each block computes a tile, and all clusters together a wave of tiles."""
         return self.call.device.core_count // self.tuning.cluster
 
     @property
     def column_grain(self) -> int:
-        """The number of which the first column of every tile of rhs is a multiple."""
+        """A number that divides the first column of every tile of rhs."""
         return math.gcd(self.tuning.tile_n, self.call.vocab_part_size or 0)
 
 
 class StepPlace(NamedTuple):
-    """The places of a step's operands."""
+    """Where a step's operands begin."""
 
-    row: Any  # of lhs
-    lhs_k: Any
-    rhs_k: Any
+    row: Any  # the first row of lhs
+    lhs_k: Any  # the place in the contracted dimension of lhs
+    rhs_k: Any  # the place in the contracted dimension of rhs
 
 
 class Tile(NamedTuple):
-    """One [128, n] tile of a product, a contraction of ``num_steps`` steps."""
+    """One [128, n] tile of a product, whose contraction has ``num_steps`` steps."""
 
     row: Int[Any, ""]  # the first row in lhs and in the result
     column: Any  # the first column in rhs, relative to the walk's offset
     num_steps: Any
     first_step: Any = 0
-    row_block: Any = None  # tiles of logits: the number of the row block
-    vocabulary_tile: Any = None  # tiles of logits: the number of the vocabulary tile in the launch
-    split: Any = None  # tiles of dhidden: the number of the part of the contraction
-    slot: Any = None  # active tiles of logits: the slot of the dlogits
-    written: Any = None  # active tiles of dweight: the column in the result, if it differs from that in rhs
-    locate: Callable[[Any], StepPlace] | None = None  # finds the operands of a step; None: consecutive
+    row_block: Any = None  # in tiles of logits, the number of the row block
+    vocabulary_tile: Any = None  # in tiles of logits, the number of the vocabulary tile in the launch
+    split: Any = None  # in tiles of dhidden, the number of the contraction's split
+    slot: Any = None  # in active tiles of logits, the slot of the dlogits
+    written: Any = None  # in active tiles of dweight, the column in the result, if it differs from that in rhs
+    locate: Callable[[Any], StepPlace] | None = None  # finds the operands of a step; None if these are consecutive
 
 
 class Product(NamedTuple):
@@ -158,7 +158,7 @@ class Product(NamedTuple):
     matmul: Matmul
     lhs: Any
     rhs: Any
-    num_steps: int | None = None  # None: as many as the tile has
+    num_steps: int | None = None  # None stands for the steps of the tile
     adapter: Any = None  # B of an adapter, which takes the place of rhs after the steps over H
 
     def part(self, tile: Tile) -> Tile:
@@ -166,7 +166,7 @@ class Product(NamedTuple):
         return tile if self.num_steps is None else tile._replace(num_steps=self.num_steps)
 
     def copy_rhs(self, k: Any, copy: Callable[[Any, Any], None]) -> None:
-        """Calls ``copy(rhs, k)``, or copies the adapter after the steps over H."""
+        """Calls ``copy(rhs, k)`` in the steps over H, and copies from the adapter in the steps after these."""
         if self.adapter is None:
             copy(self.rhs, k)
             return
@@ -183,7 +183,7 @@ class Offset(NamedTuple):
     k: Any = 0
 
 
-# A `VisitAll` calls ``carry = visit(tile, carry)`` for the block's tiles in order.
+# A `VisitAll` calls ``carry = visit(tile, carry)`` for each of the block's tiles, in order.
 type Visit = Callable[[Tile, Any], Any]
 type VisitAll = Callable[[Visit, Any], Any]
 
@@ -199,7 +199,7 @@ def ceil_div(x: Any, y: int) -> Int[Any, ""]:
 
 
 def row_groups(matmul: Matmul, num_rows: Any) -> Int[Any, ""]:
-    """Returns the number of clusters of row blocks that hold the first ``num_rows`` rows of lhs.
+    """Returns how many row groups hold the first ``num_rows`` rows of lhs. A row group is the row blocks of a cluster.
 
     Unmasked rows come first, so kernels that visit only these row groups skip the tiles of masked rows.
     """
@@ -207,22 +207,23 @@ def row_groups(matmul: Matmul, num_rows: Any) -> Int[Any, ""]:
 
 
 def next_place(matmul: Matmul, offset: Offset, tile: Tile, number: Any) -> StepPlace:
-    """Returns the places of the operands of a step, if the steps of the contraction are consecutive."""
+    """Returns where the operands of step ``number`` begin, if the steps of the contraction are consecutive."""
     k = number * matmul.tuning.tile_k
     return StepPlace(tile.row, k, offset.k + k)
 
 
 def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
-    """Returns the transforms of a tile in shared memory whose minor dimension has ``extent`` columns in GMEM."""
+    """Returns the transforms of a tile in shared memory, whose minor dimension has ``extent`` columns."""
     swizzle, minor = widest_swizzle(extent, itemsize)
     return plgpu.TilingTransform((ATOM_ROWS, minor)), plgpu.SwizzleTransform(swizzle)
 
 
 def snake_index(tuning: Tuning, index: Any, row_groups: Any, columns: Any) -> tuple[Any, Any]:
-    """Returns the (row group, tile of columns) of a linear index, in the order that reuses L2 most."""
+    """Returns the (row group, tile of columns) of a linear index, in the order that reuses operands in L2 most."""
     along = tuning.snake // tuning.cluster if tuning.minor == 0 else tuning.snake
-    # The maximum is ``columns`` itself, but LLVM does not know that. Otherwise it divides small numbers in 16 bits, for
-    # which ptxas calls a function. In relocatable code, as JAX 0.12 compiles it, wgmmas then do not overlap.
+    # The maximum is ``columns`` itself, but LLVM does not know that. Without the maximum, it divides small
+    # numbers in 16 bits, for which ptxas calls a function. With a call, wgmmas do not overlap in relocatable code, the
+    # code that JAX 0.12 compiles.
     columns = jnp.maximum(jnp.asarray(columns, jnp.int32), -jnp.asarray(row_groups, jnp.int32))
     return plgpu.planar_snake(index, (row_groups, columns), tuning.minor, along)
 
@@ -230,8 +231,8 @@ def snake_index(tuning: Tuning, index: Any, row_groups: Any, columns: Any) -> tu
 def turning_snake_index(tuning: Tuning, clusters: int, index: Any, lists: Any, tiles: Any) -> tuple[Any, Any]:
     """Returns the (list, tile of columns) of a linear index, if each list is contracted for all tiles of columns.
 
-    The lists are sorted, the longest first. As in `snake_index`, a band of lists runs for one tile of columns, then for
-    the next. But every second wave takes the band backwards, so that no cluster gets the longest list in each wave.
+    The lists are sorted, the longest first. A band of lists runs for one tile of columns, then for the next. Every
+    second wave takes the band backwards, so that no cluster gets the longest list in each wave.
     """
     of_list, of_tile = snake_index(tuning, index, lists, tiles)
     along = tuning.snake // tuning.cluster
@@ -239,7 +240,7 @@ def turning_snake_index(tuning: Tuning, clusters: int, index: Any, lists: Any, t
     width = jnp.minimum(jnp.int32(along), lists - band * along)
     tiles_before = jnp.where(lax.rem(band, jnp.int32(2)) == 0, of_tile, tiles - 1 - of_tile)
     begin = band * along * tiles + tiles_before * width
-    wave = lax.div(begin + clusters // 2, jnp.int32(clusters))  # the nearest
+    wave = lax.div(begin + clusters // 2, jnp.int32(clusters))  # the nearest wave
     return band * along + jnp.where(lax.rem(wave, jnp.int32(2)) == 1, width - 1 - place, place), of_tile
 
 
@@ -252,10 +253,10 @@ def longest_first_index(clusters: int, index: Any, lists: Any, tiles: Any) -> tu
 
 
 class Parted(NamedTuple):
-    """How `join` groups the tiles of a vocabulary in parts: no group has tiles of two parts."""
+    """How `join` groups the tiles of a vocabulary that is cut into parts: no group has tiles of two parts."""
 
     groups: int  # how many groups a launch has at most
-    tiles: int  # the tiles of a part
+    tiles: int  # how many tiles a part has
 
 
 def first_column(shape: Geometry, tile: Any) -> Int[Array, ""]:
@@ -264,7 +265,7 @@ def first_column(shape: Geometry, tile: Any) -> Int[Array, ""]:
 
 
 def edge(shape: Geometry, tile: Any, num_columns: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns the arguments of `mask_padding` for a tile: columns relative to its part, and the start of the mask.
+    """Returns the arguments of `mask_padding` for a tile, with columns relative to its part, and where its mask starts.
 
     The part in which padding begins uses the second mask. In a part that is only padding, every tile is like a tile
     after the one with the first padding column.
@@ -277,8 +278,8 @@ def edge(shape: Geometry, tile: Any, num_columns: Any, mask: Any) -> tuple[Any, 
 
 
 def tiles_of_group(parted: Parted, group: int, first: Any, number: Any, num_tiles: Any) -> tuple[Any, Any]:
-    """Returns where the tiles of a launch's group begin and stop. ``first``: the shard's first group in the launch."""
-    groups = -(-parted.tiles // group)  # of a part
+    """Returns where a group's tiles begin and stop in a launch. ``first``: the number of the launch's first group."""
+    groups = -(-parted.tiles // group)  # how many groups a part has
 
     def first_tile(of: Any) -> Any:
         return of * group - lax.div(of, jnp.int32(groups)) * (groups * group - parted.tiles)

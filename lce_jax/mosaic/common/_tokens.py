@@ -4,14 +4,14 @@ prepare        labels, temperatures           ->  the per-token operands of the 
 finish         statistics                     ->  results (eq. 3), and what the backward needs
 coefficients   saved fields, cotangents       ->  the factors of eq. 4
 per_token      any function of a few numbers per token
-total, copy_rows, copy, scale, zeros          rows of H numbers: dhidden from its sums, copies, a multiple
+total, copy_rows, copy, scale, zeros          rows of H numbers: dhidden from its splits, copies, a multiple, zeros
 
-The first four have one thread per token. A block is one warpgroup, whose tokens are adjacent in memory. They call the
-same functions that XLA compiles elsewhere, so the mathematics is written once. XLA has another logarithm and another
-division, so its results differ in the last bit.
+The first four have one thread per token. A block is one warpgroup, whose tokens are adjacent in memory. These kernels
+call the functions that XLA compiles elsewhere, so the mathematics is written once. XLA's logarithm and division are
+others, so its results differ in the last bit.
 
 A program is compiled for R rows, and serves every number of tokens T up to R. The caller's arrays have T rows, or
-`THREADS` rows if T is smaller.
+`THREADS` rows if T is smaller than that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ THREADS = 128  # threads of a block, one per token
 
 
 def on_all_threads(value: Any, dtype: Any = jnp.int32) -> Any:
-    """Returns a number in the layout with one value per thread, the same for all threads."""
+    """Returns a number in the layout with one value per thread. All threads have the same value."""
     return per_thread(jnp.full((THREADS,), value, dtype))
 
 
@@ -56,12 +56,12 @@ def per_thread(values: Any) -> Any:
 
 
 def mask_to_int(mask: Any) -> Any:
-    """Returns 1 in threads whose mask is true, else 0."""
+    """Returns 1 in threads where ``mask`` is true, else 0."""
     return jnp.where(mask, on_all_threads(1), on_all_threads(0))
 
 
 def block_rows(block: Any) -> Any:
-    """Returns the rows of a block."""
+    """Returns the slice of a block's rows."""
     return pl.ds(pl.multiple_of(block * THREADS, THREADS), THREADS)
 
 
@@ -84,11 +84,11 @@ class BlockRows(NamedTuple):
 
     @property
     def here(self) -> Any:
-        """The rows in a per-token array."""
+        """Where the rows are in a per-token array."""
         return pl.ds(self.first, THREADS)
 
     def field_rows(self, field: Any, stride: Any) -> Any:
-        """Returns the rows of a field in a flat array of fields with ``stride`` numbers each."""
+        """Returns where the rows of a field are in a flat array, whose fields have ``stride`` numbers each."""
         return pl.ds(field * stride + self.first, THREADS)
 
 
@@ -102,12 +102,12 @@ def add_barrier(write: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-STEP = 16  # tokens whose tiles a thread compares with its tile at a time
+STEP = 16  # a thread compares its tile with the tiles of this many tokens at a time
 TILE_BITS = TILE_N.bit_length() - 1
 
 
 def kernel(body: Callable[..., None], outputs: Sequence[Any], name: str, grid: dict[str, int], **more: Any) -> Any:
-    """Makes a kernel without approximate functions, which would differ more from XLA's functions."""
+    """Makes a kernel without approximate functions, because these would differ more from XLA's."""
     return _pallas.kernel(
         body,
         out_type=list(outputs),
@@ -133,15 +133,15 @@ def prepare(
 
     Args:
         call: the call of R tokens on the shard.
-        labels: global ids: int32, or both halves of int64.
-        temperatures: a flat array of fields, of which the one with the index ``field`` is read. None: 1.
-        field: see ``temperatures``.
+        labels: global ids, as int32 or as both halves of int64.
+        temperatures: a flat array of fields, of which the one with the index ``field`` is read. None stands for 1.
+        field: the index of the field with the temperatures.
         numbers: the number of rows, the stride of fields, the global id of the shard's first column, and the size of
             the whole vocabulary. The fifth entry is not used.
-        ids: memory for int64 labels as int32: -1 for out of vocabulary.
-        floors: a flat array of fields, of which the one with the index ``floor_field`` is read: floors in logits. None:
-            every column counts.
-        floor_field: see ``floors``.
+        ids: memory for int64 labels as int32; a label out of vocabulary becomes -1.
+        floors: a flat array of fields, of which the one with the index ``floor_field`` is read; floors are logits. If
+            it is None, every column counts.
+        floor_field: the index of the field with the floors.
     """
     shape = make_geometry(call, TILING)
     blocks, parts = shape.padded_tokens // THREADS, -(-shape.num_tiles // THREADS)
@@ -208,7 +208,7 @@ def _prepare(call: Call, fields: tuple[int | None, int | None], in_halves: bool,
 
 
 def _mark_tiles(part: Any, tile_of_row: Any) -> Any:
-    """Returns, for each tile of a ``part`` of the tiles, 1 if it is the tile of some row, else 0."""
+    """Returns 1 in threads whose tile is that of some row, else 0. A ``part`` has `THREADS` tiles, one per thread."""
     number = on_all_threads(part * THREADS) + thread_numbers()
 
     def step(i: Any, marked: Any) -> Any:
@@ -248,14 +248,14 @@ def finish(
         call: the call of R tokens on the shard.
         joined: the statistics of the whole vocabulary, in nats.
         ids: global ids of the labels.
-        temperatures: None: 1.
+        temperatures: the tokens' temperatures. None stands for 1.
         numbers: the number of rows, and the stride of ``saved``.
         saved: a flat array; its field 0 is not changed.
         vocab_size: the size of the whole vocabulary.
         megatron: whether the logprob of an out-of-vocabulary label is -ln Σ e^u instead of 0.
-        tags: the bits of the gathered statistics of a split vocabulary. The field after the last has a tag for each
-            token in the first group of each shard. Rows whose tags differ get NaN.
-        floors: in logits. None: every column counts.
+        tags: the bits of the gathered statistics of a split vocabulary. In the first group of each shard, an additional
+            last field has a tag for each token. Rows whose tags differ between shards get NaN.
+        floors: the tokens' floors, as logits. If it is None, every column counts.
     """
     count = len(_operands.list_results(call))
     outputs = [jax.ShapeDtypeStruct((call.num_tokens,), jnp.float32)] * count
@@ -299,7 +299,7 @@ def _finish(
         for first in range(groups, tags.shape[0] if is_split else 0, groups):
             other = tags[first, len(names), rows.here] != tags[0, len(names), rows.here]
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
-            labels = jnp.where(other, on_all_threads(0), labels)  # without a label the result would be 0
+            labels = jnp.where(other, on_all_threads(0), labels)  # without a label the result would be 0, not NaN
         counts = None if floor is None else _logprobs.exclude_empty_rows(None, stats.sumexp)
         out = _logprobs.finish(stats, k, labels, counts, vocab_size).outputs
         if megatron:
@@ -327,10 +327,10 @@ def coefficients(
     vocab_size: int,
     seed_sums: Float[Array, "R"] | None = None,
 ) -> Float[Array, "factors Tp"]:
-    """Computes the factors of eq. 4 from what `finish` saved; rows after the last get zeros.
+    """Computes the factors of eq. 4 from what `finish` saved. Rows after the last get zeros.
 
-    ``seeds`` are the given cotangents by field of `LogprobOutput`, and ``seed_sums`` the sums of the candidates'
-    cotangents. ``numbers`` are those of `finish`.
+    ``seeds`` maps fields of `LogprobOutput` to their cotangents. ``seed_sums`` are the sums of the candidates'
+    cotangents. ``numbers``: the number of rows, and the stride of ``saved``.
     """
     padded = make_geometry(call, TILING).padded_tokens
     output = jax.ShapeDtypeStruct((3 + ("entropy" in seeds), padded), jnp.float32)
@@ -380,18 +380,18 @@ def _coefficients(
 
 
 def find_wrong_rows(temperature: Any, floor: Any) -> list[Any]:
-    """Returns masks of the rows whose results are NaN: the temperature is invalid, or the floor is NaN."""
+    """Returns masks of the rows whose results must be NaN, because a temperature is invalid or a floor is NaN."""
     masks = [] if temperature is None else [is_wrong_temperature(temperature)]
     return masks if floor is None else [*masks, floor != floor]
 
 
 def is_wrong_temperature(temperature: Any) -> Any:
-    """Returns whether a temperature is invalid. The kernel language cannot negate a mask."""
+    """Whether a temperature is invalid. It is computed without a negation, which kernels lack for masks."""
     return jnp.where(scalars.is_temperature(temperature), on_all_threads(0), on_all_threads(1)) > 0
 
 
 def compute_per_token(function: Callable[..., Any], *operands: Any) -> Any:
-    """Computes ``function(*operands)`` of trees of [T] arrays in a kernel, `THREADS` tokens at a time."""
+    """Computes ``function(*operands)`` in a kernel, `THREADS` tokens at a time. Operands are trees of [T] arrays."""
     leaves: list[Any] = jax.tree.leaves(operands)
     tree: Any = jax.tree.structure(operands)
     count = leaves[0].shape[0]
@@ -423,12 +423,12 @@ def _kernel(function: Callable[..., Any], tree: Any, count: int, *refs: Any) -> 
     pl.when(rows.any_exist)(write)
 
 
-COPIED = 512  # numbers that a block copies at a time
-SUMMED_ROWS = 4  # rows that a block sums or copies
+COPIED = 512  # how many numbers a block copies at a time
+SUMMED_ROWS = 4  # how many rows a block sums or copies
 
 
 def total(call: Call, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
-    """Computes dhidden: sums the splits in their order, and rounds once. ``numbers``: the number of rows."""
+    """Computes dhidden: it sums the splits in their order, and rounds once. ``numbers``: the number of rows."""
     width, grid = _make_pieces(call)
     output = jax.ShapeDtypeStruct((call.num_tokens, call.hidden_size), dtype)
 
@@ -438,7 +438,7 @@ def total(call: Call, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: I
 
         def rows() -> None:
             for i in range(SUMMED_ROWS):
-                row = jnp.minimum(first + i, last)  # the last row is computed again for rows after it
+                row = jnp.minimum(first + i, last)  # instead of rows after the last one, that one is computed again
                 x = functools.reduce(jnp.add, (sums[split, row, columns] for split in range(sums.shape[0])))
                 dhidden.at[row, columns][...] = x.astype(dtype)
 
@@ -459,9 +459,9 @@ def _columns(call: Call, width: int) -> Any:
 
 
 def copy_rows(call: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
-    """Copies the rows of hidden in the weight's dtype, followed by as many rows of zeros as any kernel reads.
+    """Copies the rows of hidden in the weight's dtype. As many rows of zeros follow as a kernel may read.
 
-    ``numbers``: one entry, the number of rows to copy.
+    ``numbers`` has one entry, the number of rows to copy.
     """
     width, grid = _make_pieces(call)
     output = jax.ShapeDtypeStruct(hidden.shape, call.dtype)
@@ -485,7 +485,7 @@ def copy_rows(call: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"])
 
 
 def copy(call: Call, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
-    """Copies a tile of the weight's rows. Both are in whole atoms: [V / 8, 8 H].
+    """Copies a tile of the weight's rows. The weight and the copy are in whole atoms: [V / 8, 8 H].
 
     ``numbers``: the tile's first atom, and how many of its rows are not padding. Padding rows get zeros.
     """
@@ -533,7 +533,7 @@ def scale(x: Float[Array, "n"], factor: Float[Array, "1"], dtype: Any, in_place:
 
 
 def zeros(shape: tuple[int, int, int], numbers: Int[Array, "1"]) -> Float[Array, "splits Tp Hp"]:
-    """Returns a float32 array whose first rows are zero; the others are not written. ``numbers``: how many rows."""
+    """Returns a float32 array whose first rows are zero. ``numbers``: how many. The other rows are not written."""
     output, width = jax.ShapeDtypeStruct(shape, jnp.float32), 2 * THREADS
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // THREADS)
 

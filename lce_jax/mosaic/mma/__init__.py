@@ -4,8 +4,8 @@ _pipeline.py  tiles of a product by two warpgroups, and the exchange of their ha
 _copies.py    copies of operands into shared memory: by TMA, or by cp.async
 _tuning.py    the tuning parameters of each kernel
 
-The accumulators have wgmma's layout, so the epilogues are the same as on Hopper (`common`). Hopper GPUs, which have
-these instructions, too, have run the kernels with TMA and, if forced, with cp.async (`benchmarks.programs.KERNELS`).
+The accumulators have wgmma's layout, so the epilogues are the same as on Hopper (`common`). Hopper GPUs have these
+instructions, too. They have run the kernels with TMA and, if forced, with cp.async (`benchmarks.programs.KERNELS`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Copies of the operands of mma.sync into shared memory: by TMA, or before Hopper by cp.async.
+"""Copies of mma.sync's operands into shared memory: by TMA, or by cp.async on GPUs before Hopper.
 
 With TMA, one thread starts the copy of a tile. TMA counts the bytes that have arrived, and fills rows and columns
 outside an array with zeros. With cp.async, every thread copies 16 bytes at a time, waits for its own copies, and must
 stay inside the array. So hidden states are padded to whole row blocks, and the weight to halves of a tile
-(`Tiling.atom`). Columns that a tile lacks are replaced by copies of others, which are in no result.
+(`Tiling.atom`). In place of columns that a tile lacks, others are copied, which are in no result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lce_jax.mosaic.common._tiles import (
 
 
 class Copies(NamedTuple):
-    """The operations of a walk over tiles on copies, which both warpgroups call.
+    """What a walk over tiles does with copies. Both warpgroups call these operations.
 
     Attributes:
         ring: ``(matmul, lhs, rhs)`` returns the stages.
@@ -76,7 +76,7 @@ BY_TMA = Copies(
 
 
 def _ring_cp_async(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
-    """Makes a ring whose barriers say that both warpgroups have copied their part, and finished the previous step."""
+    """Makes a ring, whose barriers wait until both warpgroups have copied their part and finished the previous step."""
     produced = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=matmul.tuning.stages)
     return make_ring(matmul, lhs, rhs)._replace(produced=produced, consumed=None)
 
@@ -100,7 +100,7 @@ def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, be
     copy(matmul.lhs_k, lhs, place.row + lhs_row, place.lhs_k, ring.lhs, lhs_row, WARPGROUP_ROWS)
 
     def copy_rhs(rhs: Any, k: Any) -> None:
-        # Beyond the weight are rows of an active tile whose dlogits are zero, and columns that are in no result.
+        # Outside the weight are only rows of an active tile with dlogits of zero, and columns that are in no result.
         depth = pl.multiple_of(jnp.minimum(k, rhs.shape[matmul.rhs_k] - tile_k), tile_k)
         for first in range(0, half, width):
             to = warpgroup * half + first
@@ -111,13 +111,13 @@ def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, be
 
 
 def _piece(matmul: Matmul, rhs: Any) -> int:
-    """Returns the columns of rhs per copy, such that each copy lies completely inside rhs or outside."""
+    """Returns how many columns of rhs a copy has, so that each copy lies completely inside rhs or outside."""
     half = matmul.tuning.tile_n // COMPUTE_WARPGROUPS
     return half if rhs.shape[1 - matmul.rhs_k] % half == 0 else STAGING_COLUMNS
 
 
 def _wait_cp_async(product: Product, ring: Ring, tile: Tile, before: Any, step: Any) -> None:
-    """Waits for the copies of a step, each of which is a group. The last steps wait for all groups."""
+    """Waits for a step's copies, each of which is a group of cp.async. The last steps wait for all groups."""
     matmul = product.matmul
     later = matmul.tuning.stages - 2
     copies = 1 + matmul.tuning.tile_n // COMPUTE_WARPGROUPS // _piece(matmul, product.rhs)

@@ -1,10 +1,10 @@
-"""Tiles of a product by mma.sync, the instruction that all GPUs since Ampere have.
+"""Computes tiles of a product by mma.sync, the instruction that all GPUs since Ampere have.
 
 A block has two warpgroups, which copy the operands themselves. With a third warpgroup for copies, a thread would have
 168 registers, fewer than an accumulator of 128 and the operands need.
 
-A warp loads its operands from shared memory into registers for each of its tiles. In the layout of wgmma, a warp has 16
-rows and 256 columns, and would load 272 numbers for 16 x 256 products: more than shared memory provides in that time.
+A warp loads the operands of each of its tiles from shared memory into registers. In the layout of wgmma, a warp has 16
+rows and 256 columns. It would load 272 numbers for 16 x 256 products, more than shared memory provides in that time.
 So each warpgroup multiplies all 128 rows with half of the columns, and a warp loads 160 numbers for 32 x 128 products.
 Then the warpgroups exchange halves, so that each holds 64 rows, as the epilogues expect.
 
@@ -46,7 +46,7 @@ from lce_jax.mosaic.mma._tuning import EXCHANGED
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
-DEPTH = 16  # of one mma.sync; its operands are loaded just before it, if the swizzle allows to split a step
+DEPTH = 16  # the depth of one mma.sync; its operands are loaded just before it, if the swizzle lets a step be split
 
 
 class Exchange(NamedTuple):
@@ -67,10 +67,10 @@ def walk_tiles(
     scratch: Any = None,
     adapter: Any = None,
 ) -> None:
-    """Like that of `lce_jax.mosaic.sm90`, but a tile's copies begin after the epilogue of the previous tile."""
+    """Like `walk_tiles` of `lce_jax.mosaic.sm90`, but a tile's copies begin after the previous tile's epilogue."""
 
     def multiplied(tile: Tile, multiply: Sequence[Callable[[], Float[Array, "64 n"]]], scratch: Any) -> None:
-        # The product comes first, because values that an epilogue loads before it would occupy registers meanwhile.
+        # The product is computed first, because values that an epilogue loaded before it would occupy registers.
         product = multiply[0]()
         consume(tile, lambda: product, scratch)
 
@@ -85,7 +85,7 @@ def walk_products(
     consume: Callable[[Tile, Sequence[Callable[[], Float[Array, "64 n"]]], Any], None],
     scratch: Any = None,
 ) -> None:
-    """Like that of `lce_jax.mosaic.sm90`."""
+    """Like `walk_products` of `lce_jax.mosaic.sm90`."""
     matmul = products[0].matmul
     shape = (COMPUTE_WARPGROUPS, 2, WARPGROUP_ROWS, EXCHANGED)
     slots = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(EXCHANGED, 4))
@@ -114,10 +114,10 @@ def walk_heads(
 
 
 def hold(copies: Copies, held: Any, x: Float[Array, "64 256"]) -> HeldTile:
-    """Holds ``x`` in global memory. Each thread reads only what it has written itself."""
+    """Holds a tile in global memory. Each thread reads only what it has written itself."""
 
     def load(part: Any) -> Array:
-        copies.fence()  # for the same reason as on Hopper
+        copies.fence()  # it keeps loads apart, as on Hopper, so that registers do not spill
         return _pallas.load(part, ACCUMULATOR.layout)
 
     return HeldTile.of(x, held.at[lax.axis_index("sm"), lax.axis_index("wg")], load)
@@ -126,9 +126,9 @@ def hold(copies: Copies, held: Any, x: Float[Array, "64 256"]) -> HeldTile:
 def _multiply(
     copies: Copies, product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any
 ) -> tuple[Float[Array, "64 n/2"], Float[Array, "64 n/2"]]:
-    """Computes this warpgroup's columns of the first 64 rows, and of the other 64 rows.
+    """Computes this warpgroup's columns of the product: of the tile's first 64 rows, and of the other 64 rows.
 
-    The copies of a step start after both warpgroups have finished the step that used its stage.
+    A step's copies start after both warpgroups have finished the previous step in the same stage.
     """
     matmul, warpgroup = product.matmul, lax.axis_index("wg")
     ahead, half = matmul.tuning.stages - 1, matmul.tuning.tile_n // COMPUTE_WARPGROUPS
@@ -165,12 +165,12 @@ def _multiply(
 
 
 def _exchange(first: Array, second: Array, exchange: Exchange) -> Float[Array, "64 n"]:
-    """Exchanges halves of the columns for halves of the rows. ``first`` and ``second`` are those of `_multiply`."""
+    """Exchanges halves of the columns for halves of the rows. ``first`` and ``second`` come from `_multiply`."""
     warpgroup = lax.axis_index("wg")
     is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, first.shape, ()), ACCUMULATOR.layout) == 0
     sent, parts = jnp.where(is_first, second, first), []
     for i, start in enumerate(range(0, sent.shape[1], EXCHANGED)):
-        # Two slots alternate. A warpgroup that writes a slot has passed the barrier after which the other had read it.
+        # Two slots alternate. Before a warpgroup writes a slot, it passes a barrier after the other has read the slot.
         exchange.slots.at[warpgroup, i % 2][...] = sent[:, start : start + EXCHANGED]
         plgpu.barrier_arrive(exchange.written)
         plgpu.barrier_wait(exchange.written)
@@ -180,7 +180,7 @@ def _exchange(first: Array, second: Array, exchange: Exchange) -> Float[Array, "
 
 
 def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
-    """Runs ``body`` on every multiprocessor, like that of `lce_jax.mosaic.sm90`, with one block per cluster."""
+    """Returns a kernel of ``body`` on all multiprocessors, as on Hopper, but with one block per cluster."""
     return _pallas.kernel(
         body,
         out_type=outputs,
@@ -195,7 +195,7 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
 
 
 def kernel_of_heads(matmul: Matmul, body: Callable, outputs: list[Any], name: str, **more: Any) -> Callable:
-    """Like `kernel`, but the last argument of ``body`` is memory for held tiles, an output that is not returned."""
+    """Like `kernel`, but ``body`` gets memory for held tiles as its last argument: an output that is not returned."""
     held = jax.ShapeDtypeStruct((matmul.clusters, *HELD_SHAPE), jnp.float32)
     run = kernel(matmul, body, [*outputs, held], name, **more)
     return lambda *operands: run(*operands)[:-1]

@@ -18,7 +18,7 @@ class OneTuning:
     """Gives all kernels the same tuning."""
 
     tuning: Tuning
-    has_tma: bool = True  # without TMA, nothing is stored through shared memory
+    has_tma: bool = True  # whether the GPU has TMA; without it, nothing is stored through shared memory
 
     def of(self, call: Call, kernel: str) -> Tuning:
         """Returns the one tuning."""
@@ -26,7 +26,7 @@ class OneTuning:
         return self.tuning
 
     def smem_bytes(self, call: Call) -> dict[str, int]:
-        """Returns the shared memory of a block of each kernel."""
+        """Returns the bytes of shared memory that a block of each kernel needs."""
         itemsize, tuning = call.dtype.itemsize, self.tuning
         staged = {kernel: self.has_tma and stages_output(call, kernel) for kernel in KERNELS}
         return {kernel: tuning.smem_bytes(itemsize, staged[kernel], EXCHANGE_BYTES) for kernel in KERNELS}

@@ -1,6 +1,6 @@
 """Hopper GPUs (compute capability 9.0): wgmma from tiles that TMA brings into shared memory.
 
-_pipeline.py  tiles of a product: copies, wgmma, the registers of two warpgroups; held tiles of one head
+_pipeline.py  tiles of a product: copies, wgmma, the registers of two warpgroups, held tiles of one head
 _tuning.py    the tuning parameters of each kernel
 """
 
@@ -25,5 +25,5 @@ HOPPER = Generation(
         walk_heads=_pipeline.walk_products,
         hold=_pipeline.hold,
     ),
-    smem_limit=232_448,  # from the CUDA programming guide, like the limits of other capabilities
+    smem_limit=232_448,  # from the CUDA programming guide, which also has the limits of other capabilities
 )

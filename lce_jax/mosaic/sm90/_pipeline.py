@@ -1,4 +1,4 @@
-"""Tiles of a product by wgmma: persistent blocks, their walk over tiles, and the pipeline of operands.
+"""Computes tiles of a product by wgmma: persistent blocks, their walk over tiles, and the pipeline of operands.
 
 A block has one memory warpgroup, which copies tiles of both operands into a ring of stages by TMA, and two compute
 warpgroups, each with a [64, n] accumulator for 64 of a tile's 128 rows. n is 256, or 192 if such tiles are all full.
@@ -6,10 +6,10 @@ warpgroups, each with a [64, n] accumulator for 64 of a tile's 128 rows. n is 25
     memory     … wait until stage s is consumed, start its copies; s + 1 …
     compute    … wait until stage s is produced, multiply, hand it back; s + 1 …
 
-The steps are counted through all tiles of a block. So the operands of the next tile arrive during the epilogue of a
-tile, however many steps a tile has. Either the two compute warpgroups share every step, a [128, k] tile of lhs and an
-[n, k] tile of rhs; then their epilogues run at the same time, and the tensor cores idle. Or they take turns, each with
-its own steps:
+The steps are counted through all tiles of a block. So the next tile's operands arrive during a tile's epilogue, however
+many steps a tile has. A step has a [128, k] tile of lhs and an [n, k] tile of rhs if both compute warpgroups share it.
+Then their epilogues run at the same time, and the tensor cores idle meanwhile. Or the warpgroups take turns, and each
+has steps of 64 rows for itself:
 
     shared     multiply 0 | multiply 0 | epilogue 0 | multiply 1 …
                multiply 0 | multiply 0 | epilogue 0 | multiply 1 …
@@ -85,7 +85,7 @@ def walk_products(
     consume: Callable[[Tile, Sequence[Callable[[], Float[Array, "64 n"]]], Any], None],
     scratch: Any = None,
 ) -> None:
-    """Like `walk_tiles`, with several products per tile, which ``consume`` must compute in order.
+    """Like `walk_tiles`, but with several products per tile, which ``consume`` must compute in order.
 
     The loop carry of ``visit_all`` is the number of steps before a tile. All products have the same tuning.
     """
@@ -103,7 +103,7 @@ def walk_products(
                     before = before + count_steps(product, tile)
                 return before
 
-            # A block must not exit before the copies of its cluster into its memory are complete.
+            # A block must not exit before its cluster's copies into its memory are complete.
             wait_for_last(matmul, ring, visit_all(visit, jnp.int32(0)))
 
         def compute() -> None:
@@ -125,7 +125,7 @@ def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, 
     matmul, tile = products[number].matmul, products[number].part(tile)
     tuning, warpgroup = matmul.tuning, lax.axis_index("wg")
     in_flight = tuning.in_flight
-    # The turn selects some of the tile's steps, and the part some of a step's rows.
+    # ``turn`` selects some of the tile's steps, and ``part`` some of a step's rows.
     turn, part = (warpgroup, 0) if tuning.turns > 1 else (0, warpgroup)
     rows = pl.ds(part * WARPGROUP_ROWS, WARPGROUP_ROWS)
     before = before + turn * tile.num_steps
@@ -157,7 +157,7 @@ def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, 
 
 
 def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
-    """Runs ``body`` on every multiprocessor. Axes: "sm" is the cluster, "cluster" its block, "wg" the warpgroup."""
+    """Returns a kernel of ``body`` on all multiprocessors. Axes: "sm" for clusters, "cluster" for blocks, "wg"."""
     return _pallas.kernel(
         body,
         out_type=outputs,
@@ -169,7 +169,7 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # Automatic barriers are for threads that read shared memory which they wrote. No thread here does.
+            # Automatic barriers are for threads that read shared memory that they wrote. No thread here does.
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=0,  # row sums only need shuffles within four lanes
         ),
@@ -190,7 +190,7 @@ def hold(held: Any, x: Float[Array, "64 256"]) -> HeldTile:
     plgpu.commit_smem()  # all threads have read the previous tile
 
     def load(part: Any) -> Array:
-        # The compiler moves no load across this barrier. Loading the whole tile at once would spill registers.
+        # This barrier keeps loads apart. If the compiler loaded the whole tile at once, registers would spill.
         plgpu.commit_smem()
         return _pallas.load(part, ACCUMULATOR.layout, optimized=True)
 
