@@ -189,9 +189,9 @@ def _walk_chunks(
 ) -> tuple[Array | None, Carry]:
     """Computes a part's gradients chunk by chunk, and adds them to the arrays of the carry, or overwrites these.
 
-    If an earlier part's dlogits have overwritten the cache, ``memory`` is the cache's. Returns this part's memory
-    likewise. ``follows``: an earlier part has already written to the sums of dhidden. dweight is added if both
-    ``may_add`` and ``adds_dweight``; the latter is known only at run time.
+    ``memory`` is the array that holds the cache, if an earlier part's dlogits have overwritten it; else None. Returns
+    that array for the next part, and the carry. ``follows``: an earlier part has already written to the sums of
+    dhidden. dweight is added if both ``may_add`` and ``adds_dweight``; the latter is known only at run time.
     """
     shape, generation, launch = kernel_call.shape, kernel_call.generation, kernel_call.host.launch
     contracted = _edge.count_contracted_columns(kernel_call)

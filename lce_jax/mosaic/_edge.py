@@ -1,7 +1,8 @@
 """The edge: the tile in which the unpadded vocabulary ends. It is copied if kernels cannot read it: [tile, H], 2 MiB.
 
-* If V is not a multiple of the atom, the rows that a copy moves at least, a kernel cannot read the last rows of the
-  weight. The forward reads this tile from the copy, and the backward copies every chunk.
+* A kernel moves at least one atom of rows. If V is not a multiple of the atom, kernels cannot read the weight's last
+  rows in place. Then the forward reads the edge from its copy, and the backward reads every chunk of the weight from a
+  copy of this chunk.
 * If padding begins in the tile, the product for dhidden would multiply dlogits of 0 by arbitrary padding, and 0 · NaN
   is NaN. So the product ends before this tile, whose contribution is then computed from the copy.
 
@@ -48,7 +49,10 @@ def has_edge_tile(kernel_call: KernelCall) -> bool:
 
 
 def count_contracted_columns(kernel_call: KernelCall) -> Int[Array, ""] | int:
-    """Returns the column at which the product for dhidden ends. Copies of chunks are read completely."""
+    """Returns the column at which the product for dhidden ends: that after the last tile without padding.
+
+    It is the last column if there is no padding, and where kernels read copies of the weight's chunks, which have none.
+    """
     if kernel_call.operands.num_columns is None or not kernel_call.shape.whole_atoms:
         return kernel_call.call.columns
     return count_contracted_tiles(kernel_call) * kernel_call.shape.tile

@@ -118,7 +118,10 @@ class _Jax:
 
 
 def read_context() -> tuple[Any, ...]:
-    """Returns what besides its operands decides how a kernel is traced. Inside `noting` no two results are equal."""
+    """Returns what besides its operands decides how a kernel is traced.
+
+    Inside `noting`, each result differs from all others, so that no trace is reused and every kernel is noted.
+    """
     return _interpret.get(), _lowered_for.get(), None if _notes.get() is None else object()
 
 

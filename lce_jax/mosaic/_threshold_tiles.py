@@ -133,7 +133,8 @@ def make_orders(sizes: Sizes) -> list[int]:
     - The tiles' numbers in a mixed order, in which each section has about equal shares of low and high numbers, because
       the fractional parts of multiples of the golden ratio are spread evenly.
     - The place of each tile in the mixed order, from the highest tile number to the lowest.
-    - For each of these places, the last cell before it in a table with ``width`` cells for each tile; at least 0.
+    - For each of these places, the number of the last cell before the tile's own cells, if each tile has ``width``
+      cells in the mixed order; at least 0.
     - The tiles' numbers in ascending order.
     """
     fractions = np.arange(sizes.tiles, dtype=np.uint32) * np.uint32(0x9E3779B9)  # times 2³²

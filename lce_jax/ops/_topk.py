@@ -72,7 +72,7 @@ def linear_topk(
 
     Numerics:
         Tokens are ordered by their float32 products. Softcap and temperature cannot change the order, even where they
-        round two logits to the same value. With a scale of 0, all logits are equal. ``logprobs <= 0``, and their
+        round two logits to the same value. With a scale of 0, all tokens are tied. ``logprobs <= 0``, and their
         exponentials sum to at most 1, up to rounding. lse agrees with the lse of `linear_logprobs` up to rounding, but
         not bit for bit.
 

@@ -438,7 +438,10 @@ def device_forward(
 
 
 def _sum_over_devices(call: Call, x: Array) -> Array:
-    """Sums over the devices that hold other tokens of the same call, if types do not show these devices."""
+    """Sums over the mesh axes that split the tokens, if the call names them (`Call.token_axes`).
+
+    Otherwise the types of ``shard_map`` show what to sum, and ``x`` is returned.
+    """
     return lax.psum(x, call.token_axes) if call.token_axes else x
 
 

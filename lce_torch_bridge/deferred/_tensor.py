@@ -182,7 +182,10 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operator, called outside of torch's functions, on the values or as an alias of this tensor."""
+        """Runs an operator that did not pass ``__torch_function__``.
+
+        ``detach`` and ``alias`` return deferred logits again; any other operator gets the values.
+        """
         del types
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):

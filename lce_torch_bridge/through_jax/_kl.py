@@ -189,7 +189,7 @@ def _compute_cache(key: ProgramKey, *inputs: Any) -> Any:
 
 class _Unpacked(NamedTuple):
     part: _local.KLPart
-    columns: Any  # [K, P] float32, the per-token numbers after the temperatures
+    columns: Any  # [K, P] float32: the other per-token numbers, without the temperatures, which come first
 
 
 def _unpack(key: ProgramKey, inputs: Any) -> _Unpacked:

@@ -95,7 +95,10 @@ class AccumulatorLayout(NamedTuple):
         return [(place == start, x[:, start : start + FOLDED]) for start in range(0, x.shape[1], FOLDED)]
 
     def apply_floor(self, x: Float[Array, "rows n"], floor: Float[Array, "rows"] | None) -> Float[Array, "rows n"]:
-        """Replaces logits below the rows' floor by `PADDING`, the label's too, which `_statistics` adds later."""
+        """Replaces logits below their row's floor by `PADDING`, including the label's.
+
+        `_statistics` reads the label's logit before, and adds it to the statistics afterwards.
+        """
         return x if floor is None else jnp.where(x < self.along_rows(floor, x.shape[1]), PADDING, x)
 
     def gradient(self, x: Float[Array, "rows n"], row_scale: Array, rows: RowFactors) -> Float[Array, "rows n"]:

@@ -45,8 +45,8 @@ WARPGROUP_ROWS = 64  # rows of a tile in the registers of a warpgroup: the M of 
 COMPUTE_WARPGROUPS = ROW_BLOCK // WARPGROUP_ROWS
 KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4  # the bytes of a block's held tile, which waits for the other head's tile
 
-# The time to read and write one token's dhidden, in waves of tiles: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H
-# operations of one multiprocessor at 5.5 TFLOP/s (H200).
+# The time to read and write one token's dhidden, 8 H bytes at 4.3 TB/s, divided by the time of a wave, in which each
+# multiprocessor computes one tile: 2 · 128 · 256 · H operations at 5.5 TFLOP/s (H200).
 DHIDDEN_WAVES = (8 / 4.3e12) / (2 * ROW_BLOCK * TILE_N / 5.5e12)
 
 TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered=2)
