@@ -308,21 +308,21 @@ def distillation_loss(
     the size of the gradients (Hinton et al.).
 
     Args:
-        candidate_logprobs: ``[..., K]`` ln q of the candidates, nats: the field with this name that
-            ``linear_logprobs(..., candidates=ids)`` returns.
-        teacher_logprobs: ``[..., K]`` ln p of the same ids, nats. No gradient. -inf means p = 0; then a reverse KL is
-            infinite.
-        ids: ``[..., K]`` the candidates. All ids of a token differ; -1 stands for no candidate, and the
-            log-probabilities there are not read. An id out of vocabulary must be -1 too.
+        candidate_logprobs: ``[..., K]`` ln q of the candidates, in nats. ``linear_logprobs(..., candidates=ids)``
+            returns a field with this name.
+        teacher_logprobs: ``[..., K]`` ln p of the same ids, in nats. It has no gradient. -inf means p = 0, which makes
+            a reverse KL infinite.
+        ids: ``[..., K]`` the candidates. The ids of a token must differ from each other; -1 stands for no candidate,
+            whose log-probabilities are not read. Replace ids outside the vocabulary by -1.
         divergence: "forward_kl", "reverse_kl" or "jsd".
         beta: for "jsd", the teacher's weight β in (0, 1). As β approaches 0, the gradient approaches β times the
             gradient of the forward KL; as β approaches 1, it approaches 1 - β times the gradient of the reverse KL. The
             gradient is exact to rounding for β close to 0 or 1 too. None: 0.5.
-        rest: what happens to the probability outside the candidates. "bin": for both models, all of it is one more
-            candidate. So the result is a divergence of two distributions, at least 0 and at most the divergence over
-            the whole vocabulary. "drop": it is left out, and the sums are over the candidates alone. Then a KL may be
-            negative, and nothing ties the student's mass on the candidates to the teacher's. "renormalize": p and q are
-            divided by their sums over the candidates.
+        rest: what happens to the probability outside the candidates. "bin": in each model, it forms one more candidate.
+            So the result is a divergence of two distributions: at least 0, and at most the divergence over the whole
+            vocabulary. "drop": the sums cover the candidates alone. Then a KL may be negative, and nothing ties the
+            student's mass on the candidates to the teacher's. "renormalize": p and q are divided by their sums over the
+            candidates.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
 
