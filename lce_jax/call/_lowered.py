@@ -9,6 +9,7 @@ options. A file that is damaged or cannot be read counts as missing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -29,7 +30,7 @@ from lce_jax.mosaic._compiler import Kernel
 from lce_jax.types._types import Call, Device
 
 PREFIX = "kernel-"
-MONTHS = 3 * 30 * 24 * 3600  # seconds without a read, after which a file is removed
+UNREAD_SECONDS = 3 * 30 * 24 * 3600  # a file that no process reads for so long is removed
 DIGEST = hashlib.sha256
 SETTINGS = ("pallas", "mosaic", "checks", "matmul_precision", "promotion", "debug_nans", "debug_infs")
 DESCRIBED = (bool, int, float, str, type(None), np.dtype, jax.ShapeDtypeStruct, Call)  # types whose repr is complete
@@ -44,7 +45,6 @@ class LoweredKernels:
     def __init__(self, folder: Path, software: dict[str, str]) -> None:
         self.folder = folder
         self._software = json.dumps([software, _describe_settings()], sort_keys=True)
-        self._has_pruned = False
 
     def read(self, key: str) -> bytes | None:
         """Returns the module that was written with ``key``; None if the file is missing or damaged."""
@@ -62,9 +62,6 @@ class LoweredKernels:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remembered.replace_file(self._name_file(key), zlib.compress(self._digest(key, module) + module))
-            if not self._has_pruned:
-                self._has_pruned = True
-                remove_unread(self.folder)
         except OSError as error:
             _logger.info("A lowered kernel is not remembered: %s", error)
 
@@ -80,9 +77,9 @@ def _split(content: bytes) -> tuple[bytes, bytes]:
     return content[:size], content[size:]
 
 
-def recall_or_lower(kernel: Kernel, device: Device) -> bytes:
-    """Returns a kernel's module: from the file of an earlier process, or lowered now and written to such a file."""
-    files, key = find_lowered_kernels(), describe_kernel(kernel, device)
+def recall_or_lower(files: LoweredKernels | None, kernel: Kernel, device: Device) -> bytes:
+    """Returns a kernel's module: from ``files``, or lowered now and written there."""
+    key = describe_kernel(kernel, device)
     if files is None or key is None:
         return _compiler.module(kernel, device)
     module = files.read(key)
@@ -111,7 +108,10 @@ def find_lowered_kernels() -> LoweredKernels | None:
     """Returns the user's lowered kernels; None if nothing is to be remembered, or the package's sources are unknown."""
     folder = _remembered.find_folder()
     software = None if folder is None else _remembered.describe_software()
-    return None if folder is None or software is None else LoweredKernels(folder, software)
+    if folder is None or software is None:
+        return None
+    remove_unread(folder)
+    return LoweredKernels(folder, software)
 
 
 def _describe_settings() -> dict[str, str]:
@@ -126,11 +126,12 @@ def list_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{PREFIX}*.bin"))
 
 
+@functools.cache
 def remove_unread(folder: Path) -> None:
-    """Removes the files that no process has read for three months."""
+    """Removes the files that no process has read for three months. Once in a process is enough."""
     for path in list_files(folder):
         with contextlib.suppress(OSError):  # another process has removed it
-            if time.time() - path.stat().st_mtime > MONTHS:
+            if time.time() - path.stat().st_mtime > UNREAD_SECONDS:
                 path.unlink()
 
 

@@ -129,7 +129,7 @@ def _find_module_version() -> str | None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a complete file or none, even if other processes write the same file."""
-    handle, name = tempfile.mkstemp(".tmp", PREFIX, path.parent)
+    handle, name = tempfile.mkstemp(".tmp", f"{path.stem}-", path.parent)
     try:
         with open(handle, "wb") as file:
             file.write(content)

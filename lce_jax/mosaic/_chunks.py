@@ -161,8 +161,8 @@ class Chunks(NamedTuple):
 
 def choose_chunks(call: Call, shape: Geometry, budget: Budget, num_tiles: int, cached: int = 0) -> Chunks:
     """Splits ``num_tiles`` tiles into chunks, which use the memory of ``cached`` tiles if it is large enough."""
-    size = choose_chunk_tiles(call, shape, budget, num_tiles)
-    if size > cached:
+    size = choose_chunk_tiles(call, shape, budget, num_tiles) if num_tiles else 0
+    if size > cached or not size:
         return Chunks(size, in_cache=False)
     return Chunks(choose_chunk_tiles(call, shape, budget, num_tiles, cached), in_cache=True)
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from lce_jax.mosaic import _pallas
+from lce_jax.mosaic._host import fill_operands
 from lce_jax.types import _jax
 from lce_jax.types._types import Device
 
@@ -61,15 +62,11 @@ class Kernel:
 @functools.lru_cache(maxsize=4096)
 def traced(launch: Callable[..., Any], tree: Any, leaves: tuple[Any, ...]) -> Kernel:
     """Traces ``launch`` with a ``tree`` of ``leaves``, and returns its one kernel. Array leaves are shape and dtype."""
-    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
-    arrays, name = tuple(leaves[place] for place in places), launch.__name__
+    arrays, name = tuple(x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)), launch.__name__
     trace: list[Any] = []
 
     def function(*arrays: Any) -> Any:
-        arguments = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            arguments[place] = array
-        return launch(*jax.tree.unflatten(tree, arguments))
+        return launch(*fill_operands(tree, leaves, arrays))
 
     def record(*arrays: Any) -> None:
         # Tracing needs a GPU's compute capability. Any will do, because the order of the operands is always the same.

@@ -90,11 +90,11 @@ class Traced:
 
     def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
         """Adds a kernel to the program. Launches of equal shapes and options share one lowered kernel."""
-        leaves, tree = jax.tree.flatten((operands, more))
-        is_array = tuple(isinstance(x, jax.Array) for x in leaves)
-        options = tuple(x for x, dynamic in zip(leaves, is_array, strict=True) if not dynamic)
-        run = _jit_launch(kernel, tree, is_array, options, _pallas.read_context())
-        return run(*(x for x, dynamic in zip(leaves, is_array, strict=True) if dynamic))
+        assert not more
+        leaves, tree = jax.tree.flatten(operands)
+        shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves)
+        launch = _jit_launch(kernel, tree, tuple(shapes), _pallas.read_context())
+        return launch(*(x for x in leaves if isinstance(x, jax.Array)))
 
     def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
         """Lets XLA compile ``function``."""
@@ -126,18 +126,20 @@ class Traced:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jit_launch(
-    kernel: Callable[..., Any], tree: Any, is_array: tuple[bool, ...], options: tuple[Any, ...], _: Any
-) -> Callable[..., Any]:
-    """Returns a launch as a jitted function of its arrays. Each context in which kernels are traced has its own."""
+def _jit_launch(kernel: Callable[..., Any], tree: Any, leaves: tuple[Any, ...], _: Any) -> Callable[..., Any]:
+    """Returns a launch as a jitted function of its arrays, one for each context in which kernels are traced."""
 
     def launch(*arrays: Any) -> Any:
-        sources = {True: iter(arrays), False: iter(options)}
-        operands, more = jax.tree.unflatten(tree, [next(sources[dynamic]) for dynamic in is_array])
-        return kernel(*operands, **more)
+        return kernel(*fill_operands(tree, leaves, arrays))
 
     launch.__name__ = kernel.__name__
     return jax.jit(launch)
+
+
+def fill_operands(tree: Any, leaves: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    """Returns the operands with these ``leaves``, of which each ``jax.ShapeDtypeStruct`` is replaced by an array."""
+    values = iter(arrays)
+    return jax.tree.unflatten(tree, [next(values) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
 
 
 TRACED = Traced()

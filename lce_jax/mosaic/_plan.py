@@ -56,8 +56,8 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     copied = [_copied_bytes(call, make_geometry(call, generation.tiling)) for call in kl.calls]
     cached, tiles = _chunks.count_cached_kl_tiles(kl, shape), shape.count_tiles(kl.columns)
     left, overwritten = shape.num_tiles - cached, cached if _chunks.can_overwrite_cache(shape) else 0
-    chunks = _chunks.choose_chunks(student, shape, generation.budget, left, overwritten) if left else None
-    chunk = 0 if chunks is None or chunks.in_cache else chunks.num_tiles * shape.tile
+    chunks = _chunks.choose_chunks(student, shape, generation.budget, left, overwritten)
+    chunk = 0 if chunks.in_cache else chunks.num_tiles * shape.tile
     arrays = _chunks.choose_launch_tiles(_chunks.KL_FIELDS, shape, generation.budget) + _chunks.count_groups(shape)
     statistics = 4 * _chunks.KL_FIELDS * arrays * shape.padded_tokens
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
@@ -116,7 +116,7 @@ def _plan_backward(call: Call, shape: Geometry, generation: Generation) -> _Back
     cached = _chunks.count_cached_tiles(call, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = (cached - overwritten, 0), (shape.num_tiles - cached, overwritten)  # tiles, and how many have free memory
-    chunks = [_chunks.choose_chunks(call, shape, generation.budget, *part) for part in parts if part[0]]
+    chunks = [_chunks.choose_chunks(call, shape, generation.budget, *part) for part in parts]
     columns = max((one.num_tiles for one in chunks if not one.in_cache), default=0) * shape.tile
     if call.gradient_threshold:
         slots = _chunks.choose_active_slots(

@@ -74,7 +74,8 @@ type Buffer = Any  # an array of the host: it has a shape, a dtype and `view(sha
 
 def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Bind]:
     """Compiles kernels for the current CUDA device; those that an earlier process has lowered are not lowered again."""
-    return _compiler.compiled(kernels, device, number, _lowered.recall_or_lower)
+    lower = functools.partial(_lowered.recall_or_lower, _lowered.find_lowered_kernels())
+    return _compiler.compiled(kernels, device, number, lower)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

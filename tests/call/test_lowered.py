@@ -40,7 +40,7 @@ def lowers(kernel: Kernel, device: Device = H200) -> bool:
     """Whether a new process lowers ``kernel``. The module must be the right one in any case."""
     expected = _compiler.module(kernel, device)
     with mock.patch.object(_compiler, "module", return_value=expected) as lower:
-        assert _lowered.recall_or_lower(kernel, device) == expected
+        assert _lowered.recall_or_lower(_lowered.find_lowered_kernels(), kernel, device) == expected
     return lower.called
 
 
@@ -125,6 +125,6 @@ def test_files_that_nobody_reads_are_removed(folder: Path) -> None:
     for path in files(folder):
         os.utime(path, (long_ago, long_ago))
     assert not lowers(kernel)
-    _lowered.remove_unread(folder)
+    _lowered.remove_unread.cache_clear()  # a new process
     assert not lowers(kernel)
     assert lowers(unread)
