@@ -32,6 +32,8 @@ SHAPES = {
 }
 ENTROPY_BONUS = 0.01
 
+CHUNK_BYTES = 32 << 20  # a loss keeps the exponentials of one chunk, by default of all tokens of so small a problem
+
 type Call = Callable[..., Any]
 
 
@@ -51,16 +53,16 @@ def candidates(hidden: Any, weight: Any, given: Any, sharded: bool, **options: A
 
 
 def cross_entropy(hidden: Any, weight: Any, given: Any, sharded: bool, **options: Any) -> Any:
-    return function("linear_cross_entropy", sharded)(hidden, weight, given["labels"], label_smoothing=0.1, **options)
+    options |= {"label_smoothing": 0.1, "chunk_bytes": CHUNK_BYTES}
+    return function("linear_cross_entropy", sharded)(hidden, weight, given["labels"], **options)
 
 
 def loss(hidden: Any, weight: Any, given: Any, sharded: bool, **options: Any) -> Any:
     def of_token(logprob: Any, entropy: Any, _: Any) -> Any:
         return -logprob - ENTROPY_BONUS * entropy
 
-    return function("linear_loss", sharded)(of_token, hidden, weight, given["labels"], where=given["where"], **options)[
-        0
-    ]
+    options |= {"where": given["where"], "chunk_bytes": CHUNK_BYTES}
+    return function("linear_loss", sharded)(of_token, hidden, weight, given["labels"], **options)[0]
 
 
 def kl(hidden: Any, weight: Any, given: Any, sharded: bool, **options: Any) -> Any:
