@@ -138,7 +138,7 @@ def merge(parts: KLStatistics, scales: tuple[RowScale, RowScale]) -> KLStatistic
     max_p, max_q = jnp.max(parts.max_p, axis=0), jnp.max(parts.max_q, axis=0)
     references = max_p, max_q, jnp.max(jnp.where(parts.max_p == max_p[None], parts.at_p, MASKED), axis=0)
     stacked = jax.tree.map(lambda x: x if isinstance(x, float | int) else x[None], (references, scales))
-    return KLStatistics(*references, *(jnp.sum(x, axis=0) for x in _rescale_sums(stacked[0], parts, stacked[1])))
+    return KLStatistics(*references, *map(_statistics.sum_in_order, _rescale_sums(stacked[0], parts, stacked[1])))
 
 
 def union(
@@ -397,6 +397,11 @@ class MixtureSums(NamedTuple):
 
     slopes: Float[Array, "T"]  # b s_p
     distances: Float[Array, "T"]  # a s_q
+
+    @classmethod
+    def merge(cls, parts: Float[Array, "N 2 T"]) -> MixtureSums:
+        """Sums the stacked parts of N shards, in the order of N."""
+        return cls(*_statistics.sum_in_order(parts))
 
 
 class Contrast(NamedTuple):

@@ -8,6 +8,7 @@ code that stores, sends or counts statistics uses this module.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,6 +112,15 @@ def merge_parts(parts: Parts, call: Call, num_tokens: int, scale: Float[Array, "
     return merge(stats._replace(total=parts.separate.total, candidates=parts.separate.candidates), scale)
 
 
+def sum_in_order(parts: Float[Array, "N ..."]) -> Float[Array, "..."]:
+    """Sums over the first dimension, one part after the other.
+
+    XLA may add the parts of ``jnp.sum`` in another order. On a GPU it measures several, so two processes can choose
+    differently, and their sums then differ in the last bit.
+    """
+    return functools.reduce(operator.add, [parts[i] for i in range(parts.shape[0])])
+
+
 def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
     """Merges stacked statistics by eq. 2: fields [N, T] or [N, T, K] become [T] or [T, K], summed in the order of N.
 
@@ -124,12 +134,12 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
     owner_max = jnp.max(jnp.where(parts.target > -jnp.inf, parts.max, MASKED), axis=0)
     return ShardStatistics(
         max=m,
-        **jax.tree.map(lambda x: jnp.sum(x, axis=0), _move_sums(parts, a, shift)),
+        **jax.tree.map(sum_in_order, _move_sums(parts, a, shift)),
         target=jnp.max(parts.target, axis=0) + distance(owner_max, m, scale),
         min=None if parts.min is None else jnp.min(parts.min, axis=0),
-        total=None if parts.total is None else jnp.sum(parts.total, axis=0),
+        total=None if parts.total is None else sum_in_order(parts.total),
         candidates=None if parts.candidates is None else jnp.max(parts.candidates, axis=0),
-        support=None if parts.support is None else jnp.sum(parts.support, axis=0),
+        support=None if parts.support is None else sum_in_order(parts.support),
     )
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from lce_jax.mathematics import _kl
 from lce_jax.mathematics._kl import KLStatistics
+from lce_jax.mathematics._statistics import sum_in_order
 from lce_jax.mosaic._host import Host, greatest, least
 from lce_jax.mosaic._operands import Geometry
 from lce_jax.types._types import Call
@@ -61,8 +62,7 @@ def sum_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[
     """Sums the splits of dhidden, and removes padding."""
     if sums is None:
         return None
-    dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
-    return dhidden[: call.num_tokens, : call.hidden_size]
+    return sum_in_order(sums)[: call.num_tokens, : call.hidden_size]
 
 
 class Cache(NamedTuple):

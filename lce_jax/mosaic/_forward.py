@@ -78,7 +78,7 @@ def merge_statistics(
     joined = join_groups(TRACED, call, (row_scale,), num_rows, groups)[0]
     total, candidates = parts.separate.total, parts.separate.candidates
     return _operands.unstack_statistics(call, joined)._replace(
-        total=None if total is None else jnp.sum(total, axis=0),
+        total=None if total is None else _statistics.sum_in_order(total),
         candidates=None if candidates is None else jnp.max(candidates, axis=0),
     )
 

@@ -224,7 +224,7 @@ def device_forward(
         sums = part.mixture_sums(stats)
         if axis_name is not None:
             with jax.named_scope("lce_merge"):
-                sums = MixtureSums(*jnp.sum(_collectives.gather_shards(jnp.stack(sums), axis_name), axis=0))
+                sums = MixtureSums.merge(_collectives.gather_shards(jnp.stack(sums), axis_name))
     out = part.finish(stats, sums)
     out = out if agree is None else _collectives.set_nan_where_different(agree, out)
     out, saved = jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))

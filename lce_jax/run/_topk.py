@@ -14,7 +14,7 @@ from jax import lax
 from lce_jax.call import _describe
 from lce_jax.call._describe import Rows
 from lce_jax.mathematics._largest import Largest
-from lce_jax.mathematics._statistics import MASKED
+from lce_jax.mathematics._statistics import MASKED, sum_in_order
 from lce_jax.mesh import _collectives
 from lce_jax.run import _shard
 from lce_jax.types._types import Call, Primals, TopK
@@ -77,4 +77,4 @@ def _merge(call: Call, parts: Largest, row_scale: Float[Array, "#T 1"]) -> Large
     falling, ids, *capped = (x[:, :k] for x in lax.sort(jax.tree.leaves(per_id), dimension=1, num_keys=2))
     merged = Largest(-falling, ids, capped[0] if capped else None, jnp.zeros_like(parts.sumexp[0]))
     shift = jnp.clip((parts.max - merged.max[None]) * row_scale.T, MASKED, 0.0)
-    return merged._replace(sumexp=jnp.sum(parts.sumexp * jnp.exp(shift), axis=0))
+    return merged._replace(sumexp=sum_in_order(parts.sumexp * jnp.exp(shift)))

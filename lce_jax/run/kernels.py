@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from lce_jax.call import _lowered
 from lce_jax.call._dispatch import trace_for_device
 from lce_jax.call._first_call import check_once, measure_errors
+from lce_jax.mathematics._statistics import sum_in_order
 from lce_jax.mosaic import _backward, _candidates, _chunks, _compiler, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
@@ -369,4 +370,4 @@ def backward(
 
 
 def _sum_splits(_: Any, sums: Any, tokens: int, columns: int) -> Any:
-    return sums.sum(0)[:tokens, :columns]
+    return sum_in_order(sums)[:tokens, :columns]

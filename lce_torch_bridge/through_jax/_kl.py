@@ -149,7 +149,7 @@ def finish(key: ProgramKey, *inputs: Any) -> Any:
     """``*operands, tokens, [N, 7, P], [N, 2, P] or None -> [1 + S, P]``; NaN where tags differ."""
     *operands, gathered, sums = inputs
     part = _unpack(key, operands).part
-    total = None if sums is None else _local.MixtureSums(*sums.sum(0))
+    total = None if sums is None else _local.MixtureSums.merge(sums)
     return _pack_results(part, _merge_shards(part, gathered), total)
 
 
