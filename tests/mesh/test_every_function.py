@@ -29,7 +29,7 @@ PARTITIONED = ("Auto", "Explicit", "in_shardings")  # as XLA and the types say: 
 
 
 # Those that are slow differ from others in what does not depend on the function.
-@values_of("place", PLACES, slow=set(PLACES) - {"named, Auto", "shard_map", "Auto"})
+@values_of("place", PLACES, slow=set(PLACES) - {"shard_map", "Auto"})
 def test_places(place: str, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "lce_jax"):
@@ -38,6 +38,7 @@ def test_places(place: str, caplog: pytest.LogCaptureFixture) -> None:
     for function in FUNCTIONS:
         assert_same(got[function.name], function)
         if place in PARTITIONED:
+            assert_same(run_over_named_axes()[function.name], function)
             assert got[function.name].flops < 1.1 * run_over_named_axes()[function.name].flops
 
 

@@ -86,16 +86,13 @@ def test_other_threads_see_what_they_saw() -> None:
     assert core.jax.Array is jax.Array
 
 
-@pytest.mark.fast("gradient_threshold")
+@pytest.mark.slow  # .ci/run has these two
 @pytest.mark.parametrize(
     "changed",
     [
         dict(num_tokens=128, hidden_size=2880, columns=201088, vocab_size=200019, has_temperature=True),
         dict(num_tokens=8192, gradient_threshold=2.0**-12, vocab_size=151643, num_candidates=64),
-        pytest.param(
-            dict(stats=True, num_candidates=8, logit_softcap=30.0, entropy=False, dtype=jax.numpy.dtype("float16")),
-            marks=pytest.mark.slow,
-        ),
+        dict(stats=True, num_candidates=8, logit_softcap=30.0, entropy=False, dtype=jax.numpy.dtype("float16")),
     ],
     ids=str,
 )
@@ -106,6 +103,7 @@ def test_every_kernel_lowers_for_cuda(changed: dict[str, Any]) -> None:
         assert _compiler.module(kernel, H200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd", "tv"])
 def test_every_kernel_of_two_heads_lowers_for_cuda(direction: str) -> None:
     teacher = head(**SMALL | {"hidden_size": 256}, direction=direction, has_temperature=True)

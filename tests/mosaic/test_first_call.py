@@ -52,7 +52,7 @@ def by_xla(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-@pytest.mark.slow  # as the test of two heads, with more tokens
+@pytest.mark.slow  # as torch's, in tests/torch
 @pytest.mark.usefixtures("interpreted")
 def test_right_kernels_are_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lce_jax")
@@ -126,11 +126,12 @@ def doubled(*given: Any, gradient: Callable[..., Any] = _cached_dlogits._kl_bloc
     return 2.0 * gradient(*given)
 
 
+@pytest.mark.slow  # as one head is compared
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "told"),
     [
-        pytest.param(_pipeline.HeldTile, "of", louder, ".*kl", id="the tile that waits", marks=pytest.mark.slow),
+        pytest.param(_pipeline.HeldTile, "of", louder, ".*kl", id="the tile that waits"),
         pytest.param(_cached_dlogits, "_kl_block_gradient", doubled, "dhidden", id="what is kept"),
     ],
 )

@@ -45,14 +45,12 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield request.param
 
 
-# What others have alone; each takes ten seconds.
+# What others have alone. tests/torch/test_kernels.py has candidates, and test_lora.py an adapter.
 @pytest.mark.fast(
     "a sum, no row left",
     "dhidden written once",
     "chunks, columns",
-    "candidates, cache",
     "hv with a narrow",
-    "adapter, padding",
 )
 @pytest.mark.parametrize("test", CASES, ids=str, indirect=True)
 def test_matches_float64(test: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ def test_lowers(T: int, H: int, V: int, options: dict) -> None:
     lower(T, H, V, **options)
 
 
-@pytest.mark.fast("50257")
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("T", "H", "V", "rank", "options"),
@@ -197,6 +197,7 @@ def test_every_head(H: int, V: int, split: int) -> None:
         lower(T, H, V // split, **options)
 
 
+@pytest.mark.slow  # tests/torch/test_wrapped.py runs it by XLA
 @pytest.mark.usefixtures("hopper")
 def test_one_shard_with_padded_rows() -> None:
     """What the bridge asks of JAX: statistics of a shard, the results of all, the shard's gradients."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import collections, logging, warnings
 
@@ -59,6 +61,7 @@ print("no more than Megatron:", stock.total(), fused.total(), losses.total())
 """
 
 
+@pytest.mark.slow  # a process of its own
 def test_this_package_adds_no_warning() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

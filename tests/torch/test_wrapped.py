@@ -22,8 +22,8 @@ SHARDS = (
     "class_weights", "foreign_labels", "collectives", "empty", "uneven", "rounding", "every_function", "of_dtensors",
     "loss_in_forward", "common_offset", "segment_sums",
 )  # fmt: skip
-GROUPS = ("other_options", "rows_that_differ", "other_tokens", "whole_weights", "right_groups")
-MORE = ("negative_controls", "kept_rows", "chosen_on_one_rank", "in_16_bits", "more_of_every_function")
+GROUPS = ("other_options", "rows_that_differ", "other_tokens", "whole_weights")
+MORE = ("negative_controls", "kept_rows", "chosen_on_one_rank", "in_16_bits", "more_of_every_function", "right_groups")
 RUNS = {
     "models": (4, "wrapped_worker", MODELS),
     "two parts": (2, "shards_worker", (*SHARDS, *GROUPS)),
@@ -31,7 +31,7 @@ RUNS = {
     "four parts": (
         4,
         "shards_worker",
-        ("every_function", "of_dtensors", "loss_in_forward", "in_16_bits", "segment_sums", *GROUPS),
+        ("every_function", "of_dtensors", "loss_in_forward", "in_16_bits", "segment_sums", "right_groups", *GROUPS),
     ),
     "more": (2, "shards_worker", MORE),
 }
