@@ -53,7 +53,7 @@ test-frameworks:
 	.venv-frameworks/bin/python -m pip install --quiet --editable '.[torch]' 'megatron-core>=0.19.2' pytest \
 		'google-tunix==0.1.7' 'trl==1.16.0' 'verl==0.9.1' optax accelerate datasets peft
 	.venv-frameworks/bin/python -m pip install --quiet --no-deps \
-		'skyrl==0.3.0' 'liger-kernel==0.8.5' 'cut-cross-entropy==25.1.1'
+		'skyrl==0.3.0' loguru 'liger-kernel==0.8.5' 'cut-cross-entropy==25.1.1'
 	.venv-frameworks/bin/python -m pytest \
 		examples/frameworks/test_tunix.py examples/frameworks/test_trl.py examples/frameworks/test_hugging_face.py examples/frameworks/test_frameworks.py \
 		examples/frameworks/test_deferred_sweep.py examples/frameworks/test_deferred_training.py \
