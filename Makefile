@@ -14,7 +14,7 @@ REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -E 's,^git@([^
 .PHONY: demo test test-site test-all test-gpu test-frameworks test-compile test-tpu lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer, in a minute on two cores, and compare with stored logits"
-	@echo "make test      the packages' tests that need no GPU: each mechanism once, eight minutes on two cores, five when run again"
+	@echo "make test      the packages' tests that need no GPU: each mechanism once, eight to eleven minutes on two cores, less when run again"
 	@echo "make test-site the documentation's code blocks, doctests, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, and the slow tests: more combinations of parameters"
 	@echo "make test-gpu  the tests that need GPUs"
