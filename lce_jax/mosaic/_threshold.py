@@ -15,13 +15,12 @@ padding begins is active in every row block, because `_edge` adds this tile's pa
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax.mathematics._statistics import Normalizer
+from lce_jax.mathematics._statistics import Normalizer, sum_in_order
 from lce_jax.mosaic import _candidates, _chunks, _edge, _mean_logit, _operands, _threshold_tiles
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
@@ -89,7 +88,7 @@ def select(
     )
     if masses is None:
         return active, None
-    dropped = functools.reduce(jnp.add, masses)[: call.num_tokens]  # summed in the order of the tiles
+    dropped = sum_in_order(masses)[: call.num_tokens]
     return active, jnp.where(jnp.arange(call.num_tokens, dtype=jnp.int32) < count, dropped, 0.0)
 
 
