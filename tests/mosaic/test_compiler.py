@@ -86,7 +86,7 @@ def test_other_threads_see_what_they_saw() -> None:
     assert core.jax.Array is jax.Array
 
 
-@pytest.mark.slow  # .ci/run has these two
+@pytest.mark.slow  # .ci/run runs this test and the next
 @pytest.mark.parametrize(
     "changed",
     [

@@ -52,7 +52,7 @@ def by_xla(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-@pytest.mark.slow  # as torch's, in tests/torch
+@pytest.mark.slow  # tests/torch/test_first_call.py compares right kernels
 @pytest.mark.usefixtures("interpreted")
 def test_right_kernels_are_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lce_jax")
@@ -126,7 +126,7 @@ def doubled(*given: Any, gradient: Callable[..., Any] = _cached_dlogits._kl_bloc
     return 2.0 * gradient(*given)
 
 
-@pytest.mark.slow  # as one head is compared
+@pytest.mark.slow  # the comparison of one head's kernels finds faults in the same way
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "told"),

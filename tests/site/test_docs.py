@@ -64,18 +64,10 @@ def needs_megatron(blocks):
         pytest.importorskip("megatron.core")
 
 
-DECIMAL = re.compile(r"\d+\.\d+")
-
-
 @pytest.mark.parametrize("block", ALONE)
 def test_a_block_runs_alone(block):
-    """It prints what the page shows. Another CPU may round a training differently, by one in a figure's last place."""
     needs_megatron([block])
-    printed, shown = pasted(code=block.program()), block.printed or ""
-    assert DECIMAL.sub("0.0", printed) == DECIMAL.sub("0.0", shown)
-    for figure, expected in zip(DECIMAL.findall(printed), DECIMAL.findall(shown), strict=True):
-        places = len(expected.partition(".")[2])
-        assert abs(float(figure) - float(expected)) < 1.5 * 10.0**-places, printed
+    assert pasted(code=block.program()) == (block.printed or "")
 
 
 @pytest.mark.parametrize("page", TOGETHER, ids=lambda page: page.name)
