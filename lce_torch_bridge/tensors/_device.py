@@ -6,7 +6,7 @@
   values of a tensor with one of these bits differ from the values in its memory.
 - Other functions say whether a call is traced, recorded for a backward, inside a checkpoint, or run again.
 
-This module has most of torch's private names that the bridge uses; they exist in torch 2.11 and 2.14.1. Either no
+This module has most of torch's private names that the bridge uses; they exist in torch 2.11 and 2.15.0. Either no
 public function gives the same information, or the public one takes several times as long and is used only if the
 private name is missing. Other private names of torch are used in `_weight`, `deferred._tensor` and `megatron._api`, and
 JAX's private names in `through_jax._dlpack` and `through_jax._runtime`.
