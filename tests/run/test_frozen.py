@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_cross_entropy, linear_kl, linear_logprobs, linear_loss
+from lce_jax.xla import _walk
 from tests import cases, oracle
 from tests.pairs import values_of
 from tests.sharding_cases import mesh_of
@@ -40,7 +41,7 @@ def divergence(hidden: Any, weight: Any, bias: Any, labels: Any, **options: Any)
 SMOOTHED = {"label_smoothing": 0.1, "chunk_bytes": 1}
 WAYS: dict[str, Callable[..., Any]] = {
     "logprobs": logprobs,
-    "logprobs, part of a cache": functools.partial(logprobs, cache_bytes=1 << 16),
+    "logprobs, part of a cache": functools.partial(logprobs, cache_bytes=1 << 18),  # one of three tiles
     "logprobs, full cache": functools.partial(logprobs, cache_bytes=1 << 40),
     "cross entropy": cross_entropy,
     "cross entropy, in chunks": functools.partial(cross_entropy, **SMOOTHED),
@@ -56,6 +57,14 @@ def given() -> tuple[Any, ...]:
     return hidden, weight, jnp.sin(jnp.arange(600.0)), labels
 
 
+@pytest.fixture
+def three_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_walk, "choose_tile_sizes", lambda call: (call.num_tokens, 200))
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 def check(function: Callable[..., Any], operands: tuple[Any, ...]) -> None:
     asked = (0, 1, 2), (0, 2), (1,)
     whole, *parts = jax.jit(lambda *x: [jax.grad(function, own)(*x) for own in asked])(*operands)
@@ -64,6 +73,7 @@ def check(function: Callable[..., Any], operands: tuple[Any, ...]) -> None:
             assert oracle.relative_norm(gradient, whole[i]) < 1e-6
 
 
+@pytest.mark.usefixtures("three_tiles")
 @pytest.mark.fast("part of a cache", "in chunks")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_other_gradients(way: str) -> None:
