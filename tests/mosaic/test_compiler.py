@@ -107,7 +107,7 @@ def test_every_kernel_lowers_for_cuda(changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd", "tv"])
 def test_every_kernel_of_two_heads_lowers_for_cuda(direction: str) -> None:
     teacher = head(**SMALL | {"hidden_size": 256}, direction=direction, has_temperature=True)
-    student = head(**SMALL, direction=direction, has_temperature=True, cache_bytes=1 << 18)
+    student = head(**SMALL, direction=direction, has_temperature=True, cache_bytes=1 << 19)
     of = LaunchedKL(heads=Pair(student, teacher), beta={"jsd": 0.3, "tv": 0.5}.get(direction))
     forward = _kl.forward_tape(of, True)
     backward = _kl.gradients_tape(of, forward.outputs[2:], (True, True), torch.bfloat16)

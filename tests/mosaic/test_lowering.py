@@ -81,7 +81,7 @@ def lower_adapter(T: int, H: int, V: int, rank: int, **options) -> str:
 
 # Every kind of size, layout, cache and option: `test_every_head` has the combinations.
 CALLS = [
-    (1, 8192, 16032, {"cache_bytes": 1 << 14}),
+    (1, 8192, 16032, {"cache_bytes": 1 << 18}),
     (100, 12288, 18992, {"weight_layout": "hv", "dtype": "float16", "cache_bytes": 1 << 40}),
     (1003, 704, 19008, {"logit_scale": True, "where": True, "vocab_size": 18100, "floor": True, "stats": True}),
     (512, 192, 31040, {"weight_layout": "hv", "entropy": False, "cache_bytes": 1 << 20}),
