@@ -158,6 +158,26 @@ def test_two_heads_are_compared_when_a_call_has_them(
     assert _generations.device_refusal(DEVICE) is None
 
 
+@pytest.mark.usefixtures("by_xla")
+@pytest.mark.parametrize("name", ["kl", "dhidden", "dweight"])
+def test_a_call_with_two_heads_has_their_results_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with one head has not. Here `xla` stands for the kernels, with one result that is wrong."""
+    answers, wrong = _first_call._run_two_heads, {name: 1.05}
+
+    def run(one: Any, *given: Any) -> dict[str, Any]:
+        factors = wrong if one is _first_call.mosaic else {}
+        return {key: factors.get(key, 1.0) * x for key, x in answers(_first_call.xla, *given).items()}
+
+    small_check(monkeypatch)
+    monkeypatch.setattr(_first_call, "_run_two_heads", run)
+    jax.clear_caches()
+    assert explain(*CALL).implementation == "mosaic_gpu"
+    assert [(heads, reason) for (_, _, heads), reason in _generations.FAULTS.items()] == [(1, None)]
+    with pytest.raises(UnsupportedError, match=rf"its first call on {A100.kind} is off by {name} "):
+        divergence()
+    assert explain(*CALL).implementation == "mosaic_gpu"
+
+
 def in_shard_map(hidden: Any, weight: Any, labels: Any) -> Any:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(logprobs, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))

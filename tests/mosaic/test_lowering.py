@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
+from lce_jax import mosaic
 from lce_jax.run import _local
 from lce_jax.types._types import Call, Primals
 
@@ -117,6 +118,19 @@ def test_an_adapter_lowers(T: int, H: int, V: int, rank: int, options: dict) -> 
     assert f"{V}x{H}xf32" not in text  # neither is the adapter merged nor is the weight differentiated
 
 
+@pytest.mark.usefixtures("hopper")
+def test_an_adapter_on_columns_that_are_no_whole_atom_lowers() -> None:
+    """The forward alone. No interpreter knows that TMA copies whole atoms, of the weight and of B."""
+    struct = jax.ShapeDtypeStruct
+    given = struct((8, 64), "bfloat16"), struct((515, 64), "bfloat16"), struct((8,), "int32")
+    lora = struct((8, 64), "float32"), struct((515, 8), "float32")
+
+    def call(a: Any, b: Any, *head: Any) -> Any:
+        return lce_jax.linear_logprobs(*head, lora=(a, b, 2.0), entropy=False, implementation="mosaic_gpu").logprobs
+
+    assert "lce_statistics" in jax.jit(call).trace(*lora, *given).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_no_kernel_needs_a_search_for_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +211,7 @@ def test_every_head(H: int, V: int, split: int) -> None:
         lower(T, H, V // split, **options)
 
 
-@pytest.mark.slow  # tests/torch/test_wrapped.py runs it by XLA
-@pytest.mark.usefixtures("hopper")
-def test_one_shard_with_padded_rows() -> None:
+def trace_shard() -> Any:
     """What the bridge asks of JAX: statistics of a shard, the results of all, the shard's gradients."""
     call = Call(caller_vocab_size=151669, cache_bytes=1 << 22, requested=("mosaic_gpu",))
 
@@ -213,6 +225,26 @@ def test_one_shard_with_padded_rows() -> None:
     struct = jax.ShapeDtypeStruct
     arrays = struct((2048, 1024), "bfloat16"), struct((75968, 1024), "bfloat16"), struct((2048,), "int32")
     seeds, scalar = [struct((2048,), "float32")] * 3, struct((), "int32")
-    text = jax.jit(step).trace(*arrays, seeds, scalar, scalar).lower(lowering_platforms=("cuda",)).as_text()
-    assert not overwrites_cache(text)  # it is the caller's
+    return jax.jit(step).trace(*arrays, seeds, scalar, scalar)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_one_shard_leaves_its_cache_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the caller's, who may differentiate again."""
+    asked, gradients = list[bool](), mosaic.gradients
+
+    def noted(*given: Any, **how: Any) -> Any:
+        asked.append(how["may_overwrite_cache"])
+        return gradients(*given, **how)
+
+    monkeypatch.setattr(mosaic, "gradients", noted)
+    trace_shard()
+    assert asked == [False]
+
+
+@pytest.mark.slow  # tests/torch/test_wrapped.py runs it by XLA
+@pytest.mark.usefixtures("hopper")
+def test_one_shard_with_padded_rows() -> None:
+    text = trace_shard().lower(lowering_platforms=("cuda",)).as_text()
+    assert not overwrites_cache(text)
     assert "lce_per_token" in text

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import datetime
 import json
+import logging
 import math
 import os
 import pathlib
@@ -324,11 +325,20 @@ def merged(values: list[Any]) -> Any:
     return max(values) if isinstance(values[0], float) else values[0]
 
 
+class Refused(logging.Handler):
+    """What this package logs here is an error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise AssertionError(f"logged: {record.getMessage()}")
+
+
 def main() -> None:
     directory, table = pathlib.Path(sys.argv[1]), sys.argv[2]
     warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
     rank = int(os.environ["LOCAL_RANK"])
     gpu = torch.cuda.is_available()
+    for name in () if gpu else ("lce_jax", "lce_torch_bridge"):
+        logging.getLogger(name).addHandler(Refused(logging.WARNING))
     if gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())  # 0 if each rank sees only its own
     dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=60))

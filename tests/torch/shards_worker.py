@@ -541,10 +541,26 @@ def right_groups(group: dist.ProcessGroup) -> None:
                 found = function(x.with_parts(group), tp_group=other, **told)
                 assert not any(field.isnan().any() for field in found), (name, function.__name__)
                 assert all(same_on_all_ranks(field, group) for field in found), (name, function.__name__)
-        want = p.stored(*x[:3], temperature=x.temperature, vocab_size=told.get("vocab_size"))
-        out = linear_logprobs(*x.with_parts(group)[:3], temperature=x.temperature, tp_group=other, **told)
-        kept = told.get("where", torch.arange(T, device=DEVICE))
-        assert max(p.value_error(y[kept], z[kept]) for y, z in zip(out[:3], want[:3], strict=True)) < error, name
+        _compare_with_stored(name, x, told, error, group, other)
+
+
+def right_first_calls(group: dist.ProcessGroup) -> None:
+    """The same of two functions, each in a group of its own: one with labels, one without."""
+    for name, x, told, functions, error in _rights(given(), group):
+        _compare_with_stored(name, x, told, error, group, new_group())
+        if topk in functions:
+            found = topk(x.with_parts(group), tp_group=new_group(), **told)
+            assert not any(field.isnan().any() for field in found), name
+
+
+def _compare_with_stored(
+    name: str, x: Given, told: Mapping[str, Any], error: float, group: dist.ProcessGroup, tp_group: dist.ProcessGroup
+) -> None:
+    want = p.stored(*x[:3], temperature=x.temperature, vocab_size=told.get("vocab_size"))
+    out = linear_logprobs(*x.with_parts(group)[:3], temperature=x.temperature, tp_group=tp_group, **told)
+    assert all(same_on_all_ranks(field, group) for field in out[:3]), name
+    kept = told.get("where", torch.arange(T, device=DEVICE))
+    assert max(p.value_error(y[kept], z[kept]) for y, z in zip(out[:3], want[:3], strict=True)) < error, name
 
 
 def _rights(x: Given, group: dist.ProcessGroup) -> Iterator[Right]:
@@ -568,6 +584,8 @@ def _rights(x: Given, group: dist.ProcessGroup) -> Iterator[Right]:
     masked = x._replace(hidden=junk, labels=labels)
     yield Right("masked", masked, dict(where=where))
     yield Right("an index", masked, dict(where=where.nonzero()[:, 0]))
+    few = torch.arange(T, device=DEVICE) % 3 == 1
+    yield Right("mostly masked", x._replace(hidden=x.hidden.where(few[:, None], float(rank))), dict(where=few))
     some = x.hidden.clone()
     some[30:] += rank  # padding that nobody has written
     yield Right("some padding", x._replace(hidden=some), {}, (*functions_on(group), verls), torch.inf)

@@ -68,7 +68,7 @@ def slow(*case: Any) -> Any:
 
 
 CAPS: Any = {"logit_softcap": 3.0, "teacher_logit_softcap": 5.0, "logit_scale": 0.5, "teacher_logit_scale": 2.0}
-TILE = 128 * (6 * 256 + 12)  # bytes of a tile of up to 128 tokens that is kept
+TILE = 256 * (6 * 256 + 12)  # bytes of a tile of up to 256 tokens that is kept
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ TILE = 128 * (6 * 256 + 12)  # bytes of a tile of up to 128 tokens that is kept
     [
         (9, 520, CAPS | {"temperature": "each", "vocab_size": 500, "cache_bytes": TILE}),
         (9, 520, {"direction": "jsd", "beta": 0.9, "temperature": "each", "teacher_temperature": 0.7}),
-        slow(9, 520, {"direction": "tv", "temperature": "each", "teacher_temperature": 0.7, "cache_bytes": TILE}),
+        (9, 520, {"direction": "tv", "temperature": "each", "teacher_temperature": 0.7, "cache_bytes": TILE}),
         slow(140, 784, {"direction": "tv", "vocab_size": 700, "where": "some"} | CAPS),
         slow(9, 264, {}),
         slow(140, 784, {"direction": "reverse", "cache_bytes": 1 << 40} | CAPS),
@@ -95,7 +95,9 @@ def test_divergence_and_gradients(programs: list[Any], T: int, V: int, options: 
     if options.get("where") == "some":
         options = {**options, "where": torch.rand(T, generator=generator) < 0.6}
     found = evaluate(heads, **options)
-    assert programs
+    names = {kernel.name for program in programs for kernel in program}
+    assert names
+    assert "cached_kl_dlogits" in names or "cache_bytes" not in options
     compare(found, evaluate_by_xla(heads, **options))
 
 
@@ -124,22 +126,24 @@ def test_rows_have_the_same_bits_in_every_call(programs: list[Any], direction: A
     assert torch.equal(every[rows], some)
 
 
-@pytest.mark.slow
 def test_main_grad(programs: list[Any]) -> None:
-    """dweight is added without being rounded first."""
+    """Each backward adds dweight, which is not rounded first, and only the last one overwrites what is kept."""
     heads = draw(9, 520)
     hidden, weight = heads[0].clone().requires_grad_(), torch.nn.Parameter(heads[1].clone())
     weight.main_grad = torch.ones(weight.shape)  # type: ignore[attr-defined]
-    (draw_seed(heads) * linear_kl(hidden, weight, *heads[2:], wgrad="main_grad")).sum().backward()
-    _, dhidden, dweight = evaluate(heads)
+    kl = linear_kl(hidden, weight, *heads[2:], wgrad="main_grad", cache_bytes=1 << 40)
+    total = (draw_seed(heads) * kl).sum()
+    total.backward(retain_graph=True)
+    total.backward()
+    _, dhidden, dweight = evaluate(heads, cache_bytes=1 << 40)
     assert programs
-    added: Any = weight.main_grad - 1  # type: ignore[attr-defined]
-    assert torch.equal(hidden.grad, dhidden)
+    added: Any = (weight.main_grad - 1) / 2  # type: ignore[attr-defined]
+    assert torch.equal(hidden.grad, 2 * dhidden)
     assert p.relative_norm(dweight, added) < 4e-3  # the rounding of dweight
     assert not torch.equal(added, added.bfloat16().float())
 
 
-@pytest.mark.parametrize("direction", ["forward", slow("jsd"), slow("tv")])
+@pytest.mark.parametrize("direction", ["jsd", slow("forward"), slow("tv")])
 def test_a_split_vocabulary(programs: list[Any], direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results and gradients of a whole one, the same bits on both ranks; NaN in the row that differs."""
     T, V = 9, 528

@@ -26,7 +26,7 @@ GROUPS = ("other_options", "rows_that_differ", "other_tokens", "whole_weights")
 MORE = ("negative_controls", "kept_rows", "chosen_on_one_rank", "in_16_bits", "more_of_every_function", "right_groups")
 RUNS = {
     "models": (4, "wrapped_worker", MODELS),
-    "two parts": (2, "shards_worker", (*SHARDS, *GROUPS)),
+    "two parts": (2, "shards_worker", (*SHARDS, *GROUPS, "right_first_calls")),  # those of "right_groups"
     "deferred": (2, "deferred_worker", DEFERRED),
     "four parts": (
         4,
