@@ -236,8 +236,7 @@ def test_labels_of_a_small_type_with_ignore_index() -> None:
     assert np.isclose(loss, np.log(100))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_a_traced_z_loss_is_the_number_and_has_a_gradient(dtype: jnp.dtype) -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)
     hidden, weight = hidden.astype(dtype), weight.astype(dtype)

@@ -216,6 +216,20 @@ def test_a_reason_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(_launches._plans) == ["others"]
 
 
+def test_other_options_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward's and a backward's, made in the first such call; of tensors that have the same shapes."""
+    programs, leaves = as_gpu(monkeypatch), p.draw(9, 128, 1024, torch.bfloat16).leaves()
+    each: list[dict[str, Any]] = [
+        {}, {"logit_scale": 0.5}, {"logit_softcap": 3.0}, {"vocab_size": 1000}, {"temperature": 0.5}, {"stats": True},
+        {"entropy": False}, {"out_of_vocab": "megatron"}, {"cache_bytes": 0}, {"vocab_part_size": 264},
+    ]  # fmt: skip
+    for made, options in enumerate(each):
+        for _ in range(2):
+            out = linear_logprobs(*leaves, **options)
+            torch.autograd.grad(out.logprobs.sum(), leaves[:2])
+            assert len(programs) == 2 * (made + 1), options
+
+
 def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the same call has been launched directly."""
     launched: list[Any] = []
