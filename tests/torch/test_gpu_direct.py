@@ -475,7 +475,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Star
 
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_found(started: dict[str, Started], name: str) -> None:
-    """A run whose tool crashes starts once more, alone: compute-sanitizer 2025.3 itself may crash beside others of it."""
+    """A run whose tool crashes starts once more, alone: compute-sanitizer 2025.3 may crash beside others of it."""
     if name not in started:
         pytest.skip("no compute-sanitizer")
     tool, watched = RUNS[name].tool, started[name]
