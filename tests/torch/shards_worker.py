@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 from lce_torch_bridge import (
     explain,
     launch_with,
-    linear_cross_entropy,
-    linear_entropy,
     linear_kl,
     linear_logits,
     linear_logprobs,
@@ -33,6 +31,25 @@ from lce_torch_bridge.tensors._tensor_parallel import ALL_GATHER
 from tests.torch import executor
 from tests.torch import problem as p
 from tests.torch import test_every_function as f
+from tests.torch.group_calls import (
+    FUNCTIONS,
+    IDS,
+    LABEL,
+    TEMPERATURE,
+    Given,
+    T,
+    V,
+    cross_entropy,
+    functions_on,
+    given,
+    kl,
+    logits,
+    logprobs,
+    loss,
+    new_group,
+    topk,
+    verls,
+)  # fmt: skip
 from tests.torch.ranks import DEVICE, draw, same_on_all_ranks, shard
 from tests.torch.split_sequences import segment_sums
 from tests.torch.unlike_calls import other_options
@@ -136,8 +153,8 @@ def uneven(group: dist.ProcessGroup) -> None:
     for vocab_size in (None, 51):
         with pytest.raises(ValueError, match="26, 25 rows on the ranks of tp_group"):
             linear_logprobs(*part, tp_group=other, vocab_size=vocab_size)
-    for V in (52, 104):  # a second head of another size is as good as the first
-        even = draw(T=5, V=V)
+    for columns in (52, 104):  # a second head of another size is as good as the first
+        even = draw(T=5, V=columns)
         assert p.value_error(run(even, other)[0].logprobs, p.stored(*even).logprobs) < VALUE
     out, grads = p.gradients(part, p.seeds_like(part.labels), tp_group=other, reduce_grad_hidden=True)
     assert all(x.isnan().all() for x in (*out[:3], *grads))
@@ -338,101 +355,6 @@ def _parts_of_other_sizes(problem: Any, teacher: Any, group: dist.ProcessGroup) 
     whole, cut = (", ".join(str(first + rank * step) for rank in range(size)) for first, step in ((52, 0), (51, 1)))
     with pytest.raises(ValueError, match=f"weight has {whole}, the teacher's {cut} rows on the ranks of tp_group"):
         linear_kl(problem.hidden, odd[0][1], teacher.hidden, odd[1][0], tp_group=other, vocab_size=99)
-
-
-T, V = 37, 104
-
-
-class Given(NamedTuple):
-    """All that the functions take."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    labels: torch.Tensor
-    ids: torch.Tensor
-    temperature: torch.Tensor
-    teacher_hidden: torch.Tensor
-    teacher_weight: torch.Tensor
-
-    def with_parts(self, group: dist.ProcessGroup) -> Given:
-        """The same with this rank's columns."""
-        return self._replace(weight=shard(self.weight, group), teacher_weight=shard(self.teacher_weight, group))
-
-
-def given() -> Given:
-    problem, teacher = draw(T=T, V=V), draw(T=T, H=16, V=V, seed=1)
-    problem.labels[1] = -100
-    temperature = torch.linspace(0.5, 2.0, T, device=DEVICE)
-    return Given(*problem, p.candidates_like(problem.labels), temperature, *teacher[:2])
-
-
-def logprobs(x: Given, **told: Any) -> list[torch.Tensor]:
-    how: Any = dict(candidates=x.ids, temperature=x.temperature, stats=True, mean_logit=True)
-    return [y for y in linear_logprobs(*x[:3], **how, **told) if y is not None]
-
-
-def with_floor(x: Given, **told: Any) -> list[torch.Tensor]:
-    how: Any = dict(logit_floor=x.temperature - 1.5, stats=True, out_of_vocab="megatron")
-    return [y for y in linear_logprobs(*x[:3], **how, **told) if y is not None]
-
-
-def cross_entropy(x: Given, **told: Any) -> list[torch.Tensor]:
-    return [linear_cross_entropy(*x[:3], reduction="none", ignore_index=None, temperature=x.temperature, **told)]
-
-
-def entropy(x: Given, **told: Any) -> list[torch.Tensor]:
-    return list(linear_entropy(*x[:2], temperature=x.temperature, **told))
-
-
-def loss(x: Given, **told: Any) -> list[torch.Tensor]:
-    total, out = linear_loss(lambda logprobs, *_: -logprobs, *x[:3], temperature=x.temperature, **told)
-    differs = out.lse.isnan()
-    assert total.isnan() == differs.any()
-    return [torch.where(differs, total, -out.logprobs), *out[:3]]
-
-
-def verls(x: Given, reduce_grad_hidden: bool = False, **told: Any) -> list[torch.Tensor]:
-    del reduce_grad_hidden
-    return list(verl.linear_cross_entropy(*x[:3], 1.0, "none", *told.values()))
-
-
-def topk(x: Given, **told: Any) -> list[torch.Tensor]:
-    told.pop("reduce_grad_hidden", None)
-    ids, *floats = linear_topk(*x[:2], 5, temperature=x.temperature, **told)
-    assert (ids[floats[1].isnan()] == -1).all()
-    return floats
-
-
-def logits(x: Given, **told: Any) -> list[torch.Tensor]:
-    return [linear_logits(*x[:2], x.ids, temperature=x.temperature, **told)]
-
-
-def kl(x: Given, **told: Any) -> list[torch.Tensor]:
-    return [linear_kl(*x[:2], *x[5:], temperature=x.temperature, teacher_temperature=1.0, **told)]
-
-
-LABEL, TEMPERATURE, IDS = 3, 5, 7  # rows of which that differs between the ranks
-FUNCTIONS: dict[Callable[..., list[torch.Tensor]], set[int]] = {  # and the rows that are NaN then
-    logprobs: {LABEL, TEMPERATURE, IDS},
-    with_floor: {LABEL, TEMPERATURE},
-    cross_entropy: {LABEL, TEMPERATURE},
-    entropy: {TEMPERATURE},
-    loss: {LABEL, TEMPERATURE},
-    topk: {TEMPERATURE},
-    logits: {TEMPERATURE, IDS},
-    kl: {TEMPERATURE},
-}
-
-
-def functions_on(group: dist.ProcessGroup) -> dict[Callable[..., list[torch.Tensor]], set[int]]:
-    """Two ranks on a CPU compile no function that has another one's operator, but for the loss."""
-    same = (with_floor, cross_entropy, entropy) if group.size() == 2 and DEVICE == "cpu" else ()
-    return {function: rows for function, rows in FUNCTIONS.items() if function not in same}
-
-
-def new_group() -> dist.ProcessGroup:
-    """One whose first call is still to come."""
-    return dist.new_group(list(range(dist.get_world_size())))
 
 
 def rows_that_differ(group: dist.ProcessGroup) -> None:
