@@ -161,7 +161,7 @@ def test_two_heads_are_compared_when_a_call_has_them(
 @pytest.mark.usefixtures("by_xla")
 @pytest.mark.parametrize("name", ["kl", "dhidden", "dweight"])
 def test_a_call_with_two_heads_has_their_results_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call with one head has not. Here `xla` stands for the kernels, with one result that is wrong."""
+    """A call with one head does not compare them. Here `xla` stands for the kernels; one of its results is wrong."""
     answers, wrong = _first_call._run_two_heads, {name: 1.05}
 
     def run(one: Any, *given: Any) -> dict[str, Any]:

@@ -127,14 +127,14 @@ def time(group: dist.ProcessGroup) -> None:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         dist.barrier(group)
         torch.cuda.synchronize()
-        call()  # neither the ranks' hosts nor what they have queued are at one place until a collective was
+        call()  # the collectives in it bring the ranks' streams together, and the host runs ahead of them
         start.record()
         for _ in range(STEPS):
             call()
         stop.record()
         torch.cuda.synchronize()
         taken = torch.tensor(start.elapsed_time(stop) / STEPS, device="cuda")
-        dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)  # two cards run at two clocks
+        dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)  # the clocks of two cards differ
         return taken.item()
 
     for cache_bytes in (0, 1 << 31):

@@ -326,7 +326,7 @@ def merged(values: list[Any]) -> Any:
 
 
 class Refused(logging.Handler):
-    """What this package logs here is an error."""
+    """Raises an error where the packages log a warning."""
 
     def emit(self, record: logging.LogRecord) -> None:
         raise AssertionError(f"logged: {record.getMessage()}")
@@ -337,10 +337,11 @@ def main() -> None:
     warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
     rank = int(os.environ["LOCAL_RANK"])
     gpu = torch.cuda.is_available()
-    for name in () if gpu else ("lce_jax", "lce_torch_bridge"):
-        logging.getLogger(name).addHandler(Refused(logging.WARNING))
     if gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())  # 0 if each rank sees only its own
+    else:
+        for name in ("lce_jax", "lce_torch_bridge"):
+            logging.getLogger(name).addHandler(Refused(logging.WARNING))
     dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=60))
     megatron_models.prepare()
     # Megatron makes a dozen groups for each size, and each group of gloo's has a thread that polls until the end.

@@ -49,7 +49,7 @@ from tests.torch.group_calls import (
     new_group,
     topk,
     verls,
-)  # fmt: skip
+)
 from tests.torch.ranks import DEVICE, draw, same_on_all_ranks, shard
 from tests.torch.split_sequences import segment_sums
 from tests.torch.unlike_calls import other_options

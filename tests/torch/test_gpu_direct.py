@@ -455,6 +455,14 @@ def start(command: list[str], log: Path) -> Started:
         return Started(subprocess.Popen(command, **told), command, log)
 
 
+def wait_for(watched: Started) -> int:
+    """Returns the exit code of a process. It may take `SECONDS`."""
+    try:
+        return watched.process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"not done in {SECONDS} s\n{watched.log.read_text()[-6000:]}")
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started]]:
     """All runs, started at once."""
@@ -489,11 +497,3 @@ def test_nothing_is_found(started: dict[str, Started], name: str) -> None:
     assert code == 0, said[-6000:]
     assert not tool or "ERROR SUMMARY: 0 errors" in said or "0 hazards displayed" in said, said[-6000:]
     assert "done everything" in said
-
-
-def wait_for(watched: Started) -> int:
-    """Its exit code."""
-    try:
-        return watched.process.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"not done in {SECONDS} s\n{watched.log.read_text()[-6000:]}")

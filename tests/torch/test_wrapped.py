@@ -24,9 +24,10 @@ SHARDS = (
 )  # fmt: skip
 GROUPS = ("other_options", "rows_that_differ", "other_tokens", "whole_weights")
 MORE = ("negative_controls", "kept_rows", "chosen_on_one_rank", "in_16_bits", "more_of_every_function", "right_groups")
+# "right_first_calls" makes the first calls of "right_groups", of two functions.
 RUNS = {
     "models": (4, "wrapped_worker", MODELS),
-    "two parts": (2, "shards_worker", (*SHARDS, *GROUPS, "right_first_calls")),  # those of "right_groups"
+    "two parts": (2, "shards_worker", (*SHARDS, *GROUPS, "right_first_calls")),
     "deferred": (2, "deferred_worker", DEFERRED),
     "four parts": (
         4,

@@ -258,8 +258,7 @@ def placements() -> None:
 
 def further_functions() -> None:
     """Candidates, logits at ids, losses with their gradients in the forward, and the most likely tokens."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))["tp"]  # groups of ranks that are no neighbours
-    problem, seed = p.draw(T, H, V), Batch(0).seeds[0]
+    mesh, problem, seed = mesh_of(2, 2)["dp"], p.draw(T, H, V), Batch(0).seeds[0]  # ranks 0 and 2, 1 and 3
     ids = p.candidates_like(problem.labels, V=V)
     true = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels).leaves()
     want = p.stored(*true, candidates=ids)
